@@ -22,7 +22,8 @@ from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "method.md"
-START, END = "<!-- written by `make benchmark` -->", "<!-- to here -->"
+START = "<!-- written by `make benchmark` -->"
+END = "<!-- to here -->"
 
 OPTIONS: dict[str, list[str]] = {
     "norm": ["--tokens", "23328", "--rounds", "6"],
@@ -37,7 +38,8 @@ OPTIONS: dict[str, list[str]] = {
 
 def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
     """Runs a script: what it wrote, with its minutes, or None if it failed."""
-    output, start = folder / f"{script}.json", time.monotonic()
+    output = folder / f"{script}.json"
+    start = time.monotonic()
     command = [sys.executable, str(HERE / f"{script}.py"), *options, "--output", str(output)]
     if subprocess.run(command).returncode or not output.exists():
         return None
@@ -78,7 +80,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := sorted(set(options.scripts) - set(OPTIONS)):
         parser.error(f"there is no script {', '.join(unknown)}, but {names}")
-    console, scripts = Console(), options.scripts or list(OPTIONS)
+    console = Console()
+    scripts = options.scripts or list(OPTIONS)
     results: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -81,7 +81,8 @@ def check_norm(device: str) -> str:
     from normalign_llava import GlobalWeightCompensatedLayerNorm
 
     torch.manual_seed(0)
-    width, all_tensors = 3584, []
+    width = 3584
+    all_tensors = []
     x, upstream = torch.randn(2, 64, width).bfloat16()
     forms = [(HookLayerNorm(width, 0.0134), "cpu", torch.float64)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -135,7 +136,8 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     (before, seen), (after, all_seen) = marks
     speed = (all_seen - seen) / (after - before)
     text = f"losses {losses[0]:.2f}, {losses[1]:.2f}; {speed:,.0f} tokens/s"
-    measured, ratio = torch.cuda.max_memory_allocated(), 1.0
+    measured = torch.cuda.max_memory_allocated()
+    ratio = 1.0
     text += f"; {measured / 2**30:.2f} GiB" if measured else ""
     if predicts:
         ratio = predicted / measured
@@ -175,7 +177,8 @@ def resume(folder: Path, words: list[str], device: str) -> str:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    whole, rest = folder / "whole", folder / "rest"
+    whole = folder / "whole"
+    rest = folder / "rest"
     own = shared_options(folder, device) | dict(max_steps=12, save_steps=6)
     for output, more in ((whole, {}), (rest, {"resume_from_checkpoint": whole / "checkpoint-6"})):
         run(*parse([*words, *as_words({**own, "output_dir": output, **more}, device)]))
@@ -208,7 +211,8 @@ def answer(folder: Path) -> str:
 
     from normalign_llava.evaluation.ask import AskOptions, ask
 
-    checkpoint, image = str(folder / "checkpoint"), folder / "image.png"
+    checkpoint = str(folder / "checkpoint")
+    image = folder / "image.png"
     Image.new("RGB", (64, 64)).save(image)
     options = AskOptions(max_new_tokens=4)
     ask(checkpoint, [str(image), "What is it?"], options, load_in_4bit=True)
@@ -257,7 +261,9 @@ def main() -> None:
     lacking = {name for name in wanted if find_spec(name) is None and shutil.which(name) is None}
     lacking |= {"cuda"} - {device := options.device}
     shape = "135m" if device == "cuda" else "tiny"
-    here, rows, console = machine(device), [], Console()
+    here = machine(device)
+    rows = []
+    console = Console()
     end = time.monotonic() + 60 * options.minutes
 
     def check(name: str, needs: list[str], function: Callable[..., str], *arguments: Any) -> bool:
@@ -269,9 +275,11 @@ def main() -> None:
         status = "left out"
         if not absent and end - began > 5:
             try:
-                status, text = "ok", in_process(function, *arguments, seconds=end - began)
+                status = "ok"
+                text = in_process(function, *arguments, seconds=end - began)
             except RuntimeError as error:
-                status, text = "failed", str(error)
+                status = "failed"
+                text = str(error)
         seconds = round(time.monotonic() - began, 1)
         rows.append({"check": name, "status": status, "found": text, "seconds": seconds})
         console.print(*rows[-1].values(), sep=" | ", markup=False, soft_wrap=True)
@@ -291,7 +299,8 @@ def main() -> None:
                     check("resume", needs, resume, small, words, device)
             check("ask in 4 bits", ["bitsandbytes"], answer, small)
         for run, (size, words, needs) in MEMORY.items():
-            folder, line = Path(name, size), f"memory: {run}"
+            folder = Path(name, size)
+            line = f"memory: {run}"
             runs = re.search(options.only, line) and not lacking & {*needs}
             weights = (f"random weights, {size}", needs, made, folder, size, device)
             if runs and not folder.exists() and not check(*weights):

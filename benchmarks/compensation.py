@@ -26,7 +26,9 @@ from normalign_llava.train.collator import ConversationCollator
 
 
 GAINS = [4.0**power for power in range(-3, 4)]
-ROWS, STEPS, CLIP = 8, 5, 1.0
+ROWS = 8
+STEPS = 5
+CLIP = 1.0
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, None),
@@ -122,7 +124,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
         torch.manual_seed(0)
-        vision, language = str(convert_vision(56)), str(convert_language())
+        vision = str(convert_vision(56))
+        language = str(convert_language())
         build_checkpoint(vision, language, checkpoint, arm="gwc", feature_layer=-4)
         of_steps = batches(checkpoint, STEPS)
         gradients(checkpoint, of_steps[0])

@@ -35,7 +35,8 @@ def sparse_checkpoint(folder: Path, shape: str) -> None:
     from transformers import AutoProcessor
 
     random_checkpoint(folder, "tiny")  # for its tokenizer
-    config, made = llava_config(shape, NormAlignLlavaConfig), folder / "checkpoint"
+    config = llava_config(shape, NormAlignLlavaConfig)
+    made = folder / "checkpoint"
     vision = config.vision_config
     processor = AutoProcessor.from_pretrained(made, trust_remote_code=False)
     processor.patch_size = vision.patch_size

@@ -28,7 +28,8 @@ from PIL import Image
 from shapes import TINY
 
 
-BATCH, LINKS = 8, 10_000
+BATCH = 8
+LINKS = 10_000
 WORDS = ["a", "the", "of", "on", "with", "red", "blue", "dog", "cat", "street", "sign", "photo"]
 WORDS += ["people", "white"]
 QUESTION = "Provide a brief description of the given image."
@@ -49,7 +50,8 @@ def write_checkpoint(folder: Path) -> None:
 
 def write_rows(folder: Path, count: int) -> None:
     """`folder/COUNT.json` in LLaVA's form, and its images."""
-    rng, rows = random.Random(0), []
+    rng = random.Random(0)
+    rows = []
     for number in range(count):
         image = Path("images", f"{number // 1000:05}", f"{number:09}.jpg")
         if not (folder / image).exists():
@@ -164,7 +166,8 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=4)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, checks = Path(name), {}
+        folder = Path(name)
+        checks = {}
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
         write_checkpoint(folder)
         for count in sorted({options.images, *options.rows}):

@@ -31,7 +31,8 @@ FORKS = multiprocessing.get_context("forkserver")
 
 def parser(doc: str | None, bf16: bool = False) -> argparse.ArgumentParser:
     """A parser with the options of every script: `--device`, `--bf16` and `--output`."""
-    formatter, on_or_off = argparse.RawDescriptionHelpFormatter, argparse.BooleanOptionalAction
+    formatter = argparse.RawDescriptionHelpFormatter
+    on_or_off = argparse.BooleanOptionalAction
     made = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     made.add_argument("--bf16", action=on_or_off, default=bf16, help="instead of float32")
@@ -94,7 +95,8 @@ def in_process(function: Callable[..., Value], *arguments, seconds: float | None
             raise RuntimeError(f"no end after {seconds:.0f} seconds")
         result, error = pipe.recv()
     except EOFError:
-        result, error = None, "the process ended without a word"
+        result = None
+        error = "the process ended without a word"
     finally:
         process.kill()
         process.join()

@@ -105,7 +105,8 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
 def main() -> None:
     """Measures all of them, and prints predicted and measured memory."""
     arguments = parser(__doc__)
-    shapes, methods = list(ROWS), list(METHODS)
+    shapes = list(ROWS)
+    methods = list(METHODS)
     arguments.add_argument("--shapes", nargs="+", default=shapes[:-1], choices=shapes)  # not 1b
     arguments.add_argument("--methods", nargs="+", default=methods, choices=methods)
     options = arguments.parse_args()

@@ -17,8 +17,11 @@ from torch import nn
 from normalign_llava import GlobalWeightCompensatedLayerNorm, GlobalWeightCompensatedRMSNorm
 
 
-LAYER, RMS = "torch's LayerNorm", "torch's RMSNorm"
-OURS, OURS_RMS, HOOK = "LayerNorm, compensated", "RMSNorm, compensated", "LayerNorm, hook form"
+LAYER = "torch's LayerNorm"
+RMS = "torch's RMSNorm"
+OURS = "LayerNorm, compensated"
+OURS_RMS = "RMSNorm, compensated"
+HOOK = "LayerNorm, hook form"
 PAIRS = ((OURS, LAYER), (OURS_RMS, RMS), (HOOK, OURS))
 
 
@@ -60,7 +63,8 @@ def kept_bytes(norm: nn.Module, x: torch.Tensor) -> int:
 
 def measured_ratios(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Quartiles of the times of each pair, and bytes kept for backward against LayerNorm's."""
-    device, dtype = options.device, torch.bfloat16 if options.bf16 else torch.float32
+    device = options.device
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
     x = torch.randn(options.tokens, width, device=device, dtype=dtype, requires_grad=True)
     upstream = torch.randn(options.tokens, width, device=device, dtype=dtype)
     forms: dict[str, nn.Module] = {

@@ -22,8 +22,11 @@ from measuring import parser, report
 from step import prepared_rows, run, trainer_of, write_rows
 
 
-PACKED, PADDED, GROUPED = "packed", "padded", "grouped"  # by length, and padded
-TRL, TRL_GROUPED = "TRL, padded", "TRL, grouped"
+PACKED = "packed"
+PADDED = "padded"
+GROUPED = "grouped"  # by length, and padded
+TRL = "TRL, padded"
+TRL_GROUPED = "TRL, grouped"
 VARIANTS = [PACKED, PADDED, GROUPED, TRL, TRL_GROUPED]
 KINDS = {
     "short": (500, 20, 120),
@@ -32,13 +35,16 @@ KINDS = {
     "text": (40, 300, 2000),
 }
 """Thousands of rows, and the least and most tokens of text."""
-PATCHES, TOKENS_PER_IMAGE = 576, 64
+PATCHES = 576
+TOKENS_PER_IMAGE = 64
 """Tokens of an image in LLaVA-1.5, and here. Text is shortened as much as images are."""
 
 
 def mixture_lengths(rows: int) -> list[tuple[int, int]]:
     """Images and tokens of text of each row."""
-    rng, scale, sizes = random.Random(0), TOKENS_PER_IMAGE / PATCHES, []
+    rng = random.Random(0)
+    scale = TOKENS_PER_IMAGE / PATCHES
+    sizes = []
     for kind in rng.choices(list(KINDS), [share for share, _, _ in KINDS.values()], k=rows):
         _, least, most = KINDS[kind]
         images = 0 if kind == "text" else rng.choice((2, 3, 4)) if rng.random() < 0.05 else 1
@@ -52,7 +58,8 @@ def mixture(folder: Path, rows: int) -> None:
     from normalign_llava import build_checkpoint
     from normalign_llava.fetched.convert import convert_language, convert_vision
 
-    vision, language = str(convert_vision(112)), str(convert_language())
+    vision = str(convert_vision(112))
+    language = str(convert_language())
     build_checkpoint(vision, language, folder / "checkpoint", feature_layer=-4)
     write_rows(folder, 112, mixture_lengths(rows))
 

@@ -24,7 +24,8 @@ SMOLLM2_135M = sizes(576, 1536, 30, 9, num_key_value_heads=3, vocab_size=49_152)
 LLAMA_3_2_1B = sizes(2048, 8192, 16, 32, num_key_value_heads=8, vocab_size=128_256)
 LLAMA_3_2_3B = sizes(3072, 8192, 28, 24, num_key_value_heads=8, vocab_size=128_256, head_dim=128)
 QWEN2_5_7B = sizes(3584, 18_944, 28, 28, num_key_value_heads=4, vocab_size=152_064)
-TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
+TIED = dict(tie_word_embeddings=True)
+UNTIED = dict(tie_word_embeddings=False)
 
 SHAPES: dict[str, tuple[dict[str, Any], PreTrainedConfig]] = {
     "tiny": (TINY | dict(image_size=32, patch_size=8), LlamaConfig(**TINY, vocab_size=300)),

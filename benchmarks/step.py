@@ -45,7 +45,8 @@ def real_parts(folder: Path, rows: int) -> None:
     from normalign_llava.fetched.convert import convert_language, convert_vision
     from normalign_llava.fetched.easy_vqa import training_data
 
-    vision, language = str(convert_vision(56)), str(convert_language())
+    vision = str(convert_vision(56))
+    language = str(convert_language())
     build_checkpoint(vision, language, folder / "checkpoint", feature_layer=-4)
     training_data(rows).save_to_disk(folder / "data")
 
@@ -68,7 +69,8 @@ def random_checkpoint(folder: Path, shape: str, device: str = "cpu") -> None:
     tokenizer.save_pretrained(folder / "language")
     sizes, language = SHAPES[shape]
     language.eos_token_id = 1  # of the tokenizer
-    vision, side = transformers.SiglipVisionConfig(**sizes), sizes["image_size"]
+    vision = transformers.SiglipVisionConfig(**sizes)
+    side = sizes["image_size"]
     for model, config, name in (
         (transformers.AutoModelForCausalLM, language, "language"),
         (transformers.AutoModel, vision, "vision"),
@@ -88,7 +90,8 @@ def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
 
     from normalign_llava.fetched.easy_vqa import DATA_FEATURES, png
 
-    rng, data = random.Random(0), []
+    rng = random.Random(0)
+    data = []
     for images, words in sizes:
         user = [{"type": "image"}] * images + [{"type": "text", "text": "describe"}]
         answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=words))}]
@@ -130,7 +133,8 @@ def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None,
     from normalign_llava.train.options import ModelArguments, NormAlignConfig
     from normalign_llava.train.trainer import NormAlignTrainer
 
-    checkpoint, data = str(folder / "checkpoint"), prepared_rows(folder)
+    checkpoint = str(folder / "checkpoint")
+    data = prepared_rows(folder)
     shared: dict[str, Any] = dict(
         max_length=None,
         assistant_only_loss=True,
@@ -146,7 +150,8 @@ def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None,
     ours = NormAlignConfig(**shared, **own)
     model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=True)
     model_args.lora_dropout = 0.0
-    rates, adapter = ours.learning_rates(True), get_peft_config(model_args)
+    rates = ours.learning_rates(True)
+    adapter = get_peft_config(model_args)
     if stock:
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         freeze(model, rates)
@@ -231,7 +236,8 @@ def run(
     its trainer.
     """
     spawn = multiprocessing.get_context("spawn")
-    pipes, processes = {}, []
+    pipes = {}
+    processes = []
     for variant in variants:
         pipes[variant], theirs = spawn.Pipe()
         arguments = (make, variant, folder, options, steps, theirs)

@@ -33,7 +33,9 @@ def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) ->
     Returns:
         Why runs failed, by cell. They do not stop the others.
     """
-    runs, console, failed = plan.runs(only), Console(soft_wrap=True), {}
+    runs = plan.runs(only)
+    console = Console(soft_wrap=True)
+    failed = {}
     locks = plan.results / ".locks"
     for folder in (locks, work):
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,8 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("action", choices=["run", "report", "cost"])
     parser.add_argument("plan", type=Path, help="the plan, a YAML file")
     parser.add_argument("--results", type=Path, help="folder of results; by default results/PLAN")
-    work, gpus = Path("outputs/experiment"), torch.cuda.device_count() or 1
+    work = Path("outputs/experiment")
+    gpus = torch.cuda.device_count() or 1
     parser.add_argument("--work", type=Path, default=work, help="checkpoints while needed")
     cells = "cells GROUP/VARIANT/SEED, GROUP/VARIANTs or groups"
     parser.add_argument("--only", nargs="+", default=[], help=cells)
@@ -109,7 +112,8 @@ def command_parser() -> argparse.ArgumentParser:
 def main(words: list[str] | None = None) -> None:
     """The command."""
     parser = command_parser()
-    options, failed = parser.parse_args(words), {}
+    options = parser.parse_args(words)
+    failed = {}
     try:
         plan = read_plan(options.plan, options.results)
         if options.action == "cost":

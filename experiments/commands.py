@@ -104,27 +104,32 @@ def run_commands(
         ValueError: A command failed; those before it stay done.
     """
     write_own_data(plan, run, work)
-    folder, commands = work / run.key, steps(plan, run, vision, language, work, gpus)
+    folder = work / run.key
+    commands = steps(plan, run, vision, language, work, gpus)
     times = json_or_none(folder / TIMES) or {}
     for name, step in commands.items():
         if not step.done:
-            started, before = time.monotonic(), _cpu_seconds()
+            started = time.monotonic()
+            before = _cpu_seconds()
             command = [sys.executable, "-m", "normalign_llava", *step.words]
             if status := subprocess.run(command).returncode:
                 said = f"normalign {shlex.join(step.words)}"
                 raise ValueError(f"it ended with status {status}: {said}")
-            seconds, cpu = time.monotonic() - started, _cpu_seconds() - before
+            seconds = time.monotonic() - started
+            cpu = _cpu_seconds() - before
             times[name] = {"seconds": round(seconds, 1), "cpu": round(cpu, 1)}
             write_json(folder / TIMES, times)
     for checkpoint in folder.glob("stage[12]/checkpoint-*"):  # what resuming needed
         shutil.rmtree(checkpoint)
-    stage1, model = folder / "stage1", folder / ("model" if "merge" in commands else "stage2")
+    stage1 = folder / "stage1"
+    model = folder / ("model" if "merge" in commands else "stage2")
     records = {name: json_or_none(folder / name / TRAINING_RECORD) for name in ("stage1", "stage2")}
     training = {
         name: {key: record[key] for key in ("seconds", "processes")}
         for name, record in records.items()
     }
-    arm, evaluations = read_arm(str(model)), read_evaluations(model)
+    arm = read_arm(str(model))
+    evaluations = read_evaluations(model)
     report1, report2 = (read_report(checkpoint)["report"] for checkpoint in (stage1, model))
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
     return {
@@ -160,7 +165,8 @@ def _stored(scores: dict[tuple[str, int, str], float]) -> dict[str, Any]:
 
 def _diagnosis(report: dict[str, Any]) -> dict[str, Any]:
     """Of a report: norm and rotation of visual tokens over text's, all rotations, and the gain."""
-    depth, gain = report["depth"], report["gain"]
+    depth = report["depth"]
+    gain = report["gain"]
     return {
         "entry": report["interface"]["ratio"],
         "rotation": depth["asymmetry"],

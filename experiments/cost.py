@@ -82,8 +82,11 @@ def row_flops(
         images: Of a row.
         scored: Positions whose logits are computed; by default all, as on a GPU.
     """
-    model, again = base_model(trainer.model), trainer.args.gradient_checkpointing
-    config, inner, projector = model.config, model.model, model.model.multi_modal_projector
+    model = base_model(trainer.model)
+    again = trainer.args.gradient_checkpointing
+    config = model.config
+    inner = model.model
+    projector = model.model.multi_modal_projector
     trained = {each for each in trainer.model.parameters() if each.requires_grad}
     sees = not trained.isdisjoint(inner.vision_tower.parameters())  # whether the encoder is trained
     patches = config.image_seq_length
@@ -94,7 +97,8 @@ def row_flops(
         return 2 * layer.in_features * layer.out_features * positions * passes
 
     def layers(part: nn.Module, of_part: PreTrainedConfig, positions: float, deepest: int) -> float:
-        operations, heads = 0.0, of_part.num_attention_heads
+        operations = 0.0
+        heads = of_part.num_attention_heads
         width = heads * (getattr(of_part, "head_dim", None) or of_part.hidden_size // heads)
         modules = [each for each in part.modules() if isinstance(each, GradientCheckpointingLayer)]
         for number, layer in enumerate(modules):
@@ -105,8 +109,10 @@ def row_flops(
             operations += 4 * positions**2 * width * (1 + flows * (2 + again))
         return operations
 
-    tower, vision_config = inner.vision_tower, config.vision_config
-    read, depth = config.vision_feature_layer, vision_config.num_hidden_layers
+    tower = inner.vision_tower
+    vision_config = config.vision_config
+    read = config.vision_feature_layer
+    depth = vision_config.num_hidden_layers
     read = [read] if isinstance(read, int) else read
     deepest = max(each % (depth + 1) for each in read) if sees else 0
     with_class = patches + (config.vision_feature_select_strategy == "default")
@@ -132,9 +138,11 @@ def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageC
 
     Without `shape` in its group the checkpoint is built, from parts that must then be there.
     """
-    shape, costs = plan.groups[run.group].get("shape"), {}
+    shape = plan.groups[run.group].get("shape")
+    costs = {}
     with TemporaryDirectory() as name:
-        folder, checkpoint = Path(name), Path(name, "checkpoint")
+        folder = Path(name)
+        checkpoint = Path(name, "checkpoint")
         if shape:
             sparse_checkpoint(folder, shape)
         else:
@@ -153,14 +161,17 @@ def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageC
                 steps = math.ceil(args.num_train_epochs * rows["rows"] / args.global_batch_size)
             arguments = parse(words({**dry, "max_steps": steps}))
             trainer = make_trainer(*arguments)[0]
-            model, disk = base_model(trainer.model), trainer.facts["disk"]
+            model = base_model(trainer.model)
+            disk = trainer.facts["disk"]
             sharded = plan.accelerate.get(stage, "ddp") != "ddp"
             checkpoints = disk["checkpoints"] * disk["checkpoint"]
             whole = size_of(stored_tensors(model))
             kept = disk["total"] - checkpoints + (whole if options.get("use_peft") else 0)  # merged
             more = disk["checkpoints"] * whole if sharded else 0  # weights with optimizer states
-            estimate, static = trainer.estimate_memory(), static_bytes(trainer.model, trainer.args)
-            images, text = rows.get("images", 1), rows["text"]
+            estimate = trainer.estimate_memory()
+            static = static_bytes(trainer.model, trainer.args)
+            images = rows.get("images", 1)
+            text = rows["text"]
             flops = row_flops(trainer, text, images, rows.get("scored")).total()
             count = steps * args.global_batch_size
             costs[stage] = StageCost(
@@ -194,7 +205,11 @@ def print_cost(plan: Plan, options: argparse.Namespace) -> None:
         raise ValueError(
             f"{plan.name} does not say how many rows its data have. Add `rows`, as in table4.yaml."
         )
-    runs, every, kept, peak, body = plan.runs(options.only), [], 0, 0, []
+    runs = plan.runs(options.only)
+    every = []
+    kept = 0
+    peak = 0
+    body = []
     room = convert_file_size_to_int(options.device_memory) - CONTEXT
     gpus = options.gpus
     alike = defaultdict(list)  # but for arm and seed

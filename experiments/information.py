@@ -28,10 +28,13 @@ from normalign_llava.fetched.easy_vqa import (
 from normalign_llava.train.collator import ConversationCollator
 
 
-PER_KIND, KINDS, SCORED = 100, ("shape", "colour"), 100
+PER_KIND = 100
+KINDS = ("shape", "colour")
+SCORED = 100
 """Questions of a kind; the first `SCORED` of a kind are the offline suite's, and left out."""
 
-EVERY, BATCH_SIZE = 40, 25
+EVERY = 40
+BATCH_SIZE = 25
 
 
 def held_out_questions() -> list[Question]:
@@ -80,7 +83,9 @@ class InformationCallback(TrainerCallback):
     """
 
     def __init__(self, questions: Sequence[Question], before: int, last: int):
-        self.questions, self.before, self.last = questions, before, last
+        self.questions = questions
+        self.before = before
+        self.last = last
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """Measures, at a step of its own."""
@@ -108,7 +113,8 @@ def cross_entropies(
     conversations = [conversation([each], [load_image(each.image)]) for each in questions]
     rows = Dataset.from_list(conversations, features=DATA_FEATURES)
     rows, _ = prepare_rows(rows, Checks(processor), name="questions", split="eval")
-    collator, losses = ConversationCollator(processor), []
+    collator = ConversationCollator(processor)
+    losses = []
     training = model.training
     model.eval()
     for start in range(0, len(rows), BATCH_SIZE):

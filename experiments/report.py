@@ -16,7 +16,8 @@ from normalign_llava.checkpoint.files import atomic_write, json_or_none
 from normalign_llava.evaluation.compare import without_spread
 
 
-PAGE, FIGURE = "report.md", "information.png"
+PAGE = "report.md"
+FIGURE = "information.png"
 CONFIDENCE = 0.95
 AVERAGED = 160
 """I is averaged over so many steps, the last ones, at which it was measured."""
@@ -142,7 +143,8 @@ def difference(
 
 def holm(p_values: list[float]) -> list[float]:
     """P values of tests that are made together, by Holm's step-down correction."""
-    corrected, largest = [1.0] * len(p_values), 0.0
+    corrected = [1.0] * len(p_values)
+    largest = 0.0
     for rank, number in enumerate(np.argsort(p_values)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
         corrected[number] = largest
@@ -152,7 +154,8 @@ def holm(p_values: list[float]) -> list[float]:
 def draw(plan: Plan, results: Results, output: Path) -> None:
     """I over steps: a panel for each group; for each variant the mean over seeds, and the range."""
     names = [name for name in plan.groups if any(key.startswith(f"{name}/") for key in results)]
-    rows, columns = max(1, -(-len(names) // 3)), max(1, min(len(names), 3))
+    rows = max(1, -(-len(names) // 3))
+    columns = max(1, min(len(names), 3))
     figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     colours: dict[str, str] = {}
@@ -164,7 +167,8 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
             measured = [result["information"] for result in seeds.values()]
             steps = [entry["all_steps"] for entry in measured[0]]
             values = np.array([[entry["information"] for entry in entries] for entries in measured])
-            low, high = values.min(0), values.max(0)
+            low = values.min(0)
+            high = values.max(0)
             colour = colours.setdefault(variant, f"C{len(colours)}")  # one in all panels
             axes.plot(steps, values.mean(0), "o-", label=variant, markersize=3, color=colour)
             axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -208,8 +212,10 @@ def _table(group: Results) -> list[str]:
 
 
 def _figures(result: dict[str, Any]) -> dict[str, float]:
-    tokens, curves = result["tokens"], result["curves"]
-    n_text, losses = tokens["trained"]["n_text"], curves["stage2"]["loss"]
+    tokens = result["tokens"]
+    curves = result["curves"]
+    n_text = tokens["trained"]["n_text"]
+    losses = curves["stage2"]["loss"]
     last = result["information"][-1]
     kinds = [name for name in last if name.startswith("information/")]
     budget = _clip_budget(curves["stage2"])

@@ -31,7 +31,8 @@ def rescale(
     Returns:
         The folders of the encoder and the language model.
     """
-    encoder, decoder = output / f"vision-{features:g}", output / f"language-{text:g}"
+    encoder = output / f"vision-{features:g}"
+    decoder = output / f"language-{text:g}"
     for target, source, factor, model_class, preprocessor, change in (
         (encoder, vision, features, Dinov2Model, AutoImageProcessor, rescale_encoder),
         (decoder, language, text, LlamaForCausalLM, AutoTokenizer, rescale_language_model),

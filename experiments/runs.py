@@ -32,7 +32,8 @@ from normalign_llava.quickstart.train import rows_of, train_stage
 from normalign_llava.train.modules.model import base_model, projector_norm
 
 
-RECIPE_SEEDS, RECIPE_ROWS = (0, 2), 1920
+RECIPE_SEEDS = (0, 2)
+RECIPE_ROWS = 1920
 """The quickstart's data on which its recipes were chosen."""
 
 BATCH_SIZE = {"probe": 16, "evaluate": 64}
@@ -43,7 +44,8 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
 
     `work` holds checkpoints and data while they are needed; a stopped run goes on from there.
     """
-    folder, variant = work / run.key, run.variant
+    folder = work / run.key
+    variant = run.variant
     first, second = plan.options(run)
     result = {
         **{"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(variant)},
@@ -65,7 +67,8 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
     multiplier = 1.0
     if variant.enters_at is not None:
         multiplier = variant.enters_at * start["n_text"] / start["norm"]
-    questions, between = held_out_questions(), first["max_steps"]
+    questions = held_out_questions()
+    between = first["max_steps"]
     last = between + second["max_steps"]
 
     def train(options: dict[str, Any], start: Path, rows: Path, output: Path, before: int) -> None:

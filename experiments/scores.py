@@ -30,7 +30,8 @@ from normalign_llava.evaluation.compare import (
 from normalign_llava.evaluation.results import Evaluation
 
 
-AVERAGE, FIGURE = "average", "scores.png"
+AVERAGE = "average"
+FIGURE = "scores.png"
 SEEDS_ALIKE = "all seeds differ by the same: too few to tell"
 QUESTIONS_ALIKE = "all questions differ by the same: too few to tell"
 PAPER_COLUMNS = {
@@ -100,7 +101,8 @@ class Line(NamedTuple):
         if self.interval is None:
             return self.unknown or "too few seeds to tell"
         low, high = self.interval
-        none, same = low <= 0 <= high, self.paper is not None and low <= self.paper <= high
+        none = low <= 0 <= high
+        same = self.paper is not None and low <= self.paper <= high
         if self.paper is None:
             return "not shown" if none else "higher" if low > 0 else "lower"
         paper = f"the paper's {self.paper:+.2f} is"
@@ -187,7 +189,8 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
         if arm == "none" or not common:
             continue
         pair = [_arm(name, [arms[name][seed] for seed in common]) for name in ("none", arm)]
-        theirs, their_none = _paper_row(paper, arm), _paper_row(paper, "none")
+        theirs = _paper_row(paper, arm)
+        their_none = _paper_row(paper, "none")
         both = theirs.keys() & their_none.keys()
         reported = {name: theirs[name] - their_none[name] for name in both}
         by_arm[arm] = []
@@ -206,7 +209,8 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
         columns = [[arms[name][seed]["columns"] for seed in common] for name in ("none", arm)]
         none, own = (np.array([run[AVERAGE] for run in of if AVERAGE in run]) for of in columns)
         if len(none) == len(own) == len(common):
-            means, interval = (own.mean(), none.mean()), over_seeds(own, none)
+            means = (own.mean(), none.mean())
+            interval = over_seeds(own, none)
             unknown = SEEDS_ALIKE if interval is None and len(common) > 1 else None
             line = Line(AVERAGE, *means, reported.get(AVERAGE), None, interval, unknown)
             by_arm[arm].append(line)
@@ -293,7 +297,8 @@ def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
 
 
 def _paper_row(model: str | None, arm: str) -> dict[str, float]:
-    table, wanted = paper_tables()["table_4"], (model, IN_PAPER.get(arm))
+    table = paper_tables()["table_4"]
+    wanted = (model, IN_PAPER.get(arm))
     rows = [row["scores"] for row in table["rows"] if (row["model"], row["arm"]) == wanted]
     return dict(zip(table["columns"], rows[0], strict=True)) if rows else {}
 

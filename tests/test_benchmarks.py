@@ -46,7 +46,8 @@ def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
         for run in done.stdout.split("\n== ")[1:]:
             said[run.splitlines()[0]] = re.search(r"(?:Fits|Does not fit): ([\d.]+) GiB", run)[1]
     page = (DOCS / "train.md").read_text()
-    stage_1, in_4_bits = said["align-qwen2.5-7b"], said.pop("align-qwen2.5-7b --load_in_4bit true")
+    stage_1 = said["align-qwen2.5-7b"]
+    in_4_bits = said.pop("align-qwen2.5-7b --load_in_4bit true")
     assert f"{stage_1} GiB; with `--load_in_4bit` {in_4_bits} GiB |" in page
     assert all(re.search(rf"\[`{recipe}`\].* {size} GiB", page) for recipe, size in said.items())
     assert float(stage_1) <= 19 and float(in_4_bits) <= 12 and float(said["qlora"]) < 10

@@ -138,7 +138,8 @@ def failing(folder, *ranks) -> list[str]:
 
 
 def test_of_several_processes_the_first_that_fails_prints_its_error(tmp_path):
-    full, closed = "CUDA out of memory. Tried to allocate 2 GiB", "Connection closed by peer"
+    full = "CUDA out of memory. Tried to allocate 2 GiB"
+    closed = "Connection closed by peer"
     first, *others = failing(tmp_path, (2, "RuntimeError", full), (0, "RuntimeError", closed))
     needed = "Tried to allocate 2 GiB. Use a machine with more."
     assert (first, others) == (f"Error in process 2: Out of memory: {needed}\n", [""])

@@ -157,7 +157,8 @@ def test_options_reach_the_function(stopped_at, tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("learning_rate: 0.1\n")
     place, expected = CASES[line]
-    template, folder = tmp_path / "chat.jinja", tmp_path / "tasks"
+    template = tmp_path / "chat.jinja"
+    folder = tmp_path / "tasks"
     template.touch()
     folder.mkdir()
     paths = {"FILE": template, "FOLDER": folder}

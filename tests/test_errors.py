@@ -319,7 +319,8 @@ def test_a_path_in_bytes_is_one_too():
 
 
 def test_of_folders_in_each_other_the_inner_one_is_named():
-    outer, inner = writing_to(FOLDER), writing_to(FOLDER / "inner")
+    outer = writing_to(FOLDER)
+    inner = writing_to(FOLDER / "inner")
     with pytest.raises(NotWritable, match="^/data/run/inner cannot"), outer, inner:
         raise os_error(errno.ENOSPC)
 

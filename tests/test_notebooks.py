@@ -42,7 +42,8 @@ def run(prepared, tmp_path):
         assert parameters.keys() <= set(re.findall(r"^(\w+) =", cell.source, flags=re.M))
         cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
         kernel = AsyncKernelManager(connection_file=str(tmp_path / "kernel.json"))
-        kernel.prepared, kernel.variables = prepared, variables | {"IPYTHONDIR": str(tmp_path)}
+        kernel.prepared = prepared
+        kernel.variables = variables | {"IPYTHONDIR": str(tmp_path)}
         kernel.provisioner = ForkedKernel(kernel_spec=kernel.kernel_spec, parent=kernel)
         (tmp_path / "here").mkdir()
         place = {"metadata": {"path": tmp_path / "here"}}

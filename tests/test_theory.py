@@ -71,9 +71,12 @@ def cosines_of_pairs(dimension, theta, omegas, directions):
     visual = unit(randn(2000, dimension))
     away = orthogonal(visual)  # the straight way from the visual to the text token
     text = turned(visual, away, theta)
-    to_visual, to_text, term = orthogonal(visual), orthogonal(text), 0.0
+    to_visual = orthogonal(visual)
+    to_text = orthogonal(text)
+    term = 0.0
     if directions == "shared":
-        to_visual, to_text = quarter_turn(visual), quarter_turn(text)
+        to_visual = quarter_turn(visual)
+        to_text = quarter_turn(text)
         term = math.sin(omegas[0]) * math.sin(omegas[1]) * math.cos(theta)
     elif directions == "toward":
         to_visual = turned(away, orthogonal(visual, away), math.pi / 3)
@@ -103,16 +106,19 @@ def test_lemma_1_needs_a_fixed_product_of_tangents():
     product_fixed = [kept(math.atan(0.3 / ratio), math.atan(0.3 * ratio)) for ratio in ratios]
     text_fixed = [kept(math.atan(0.3 / ratio), math.atan(0.3)) for ratio in ratios]  # as alignment
     assert product_fixed == sorted(product_fixed, reverse=True) and text_fixed == sorted(text_fixed)
-    before, after = rotation_angle(37.0, 0.3, 1.5), rotation_angle(1.0, 0.3, 1.5)
+    before = rotation_angle(37.0, 0.3, 1.5)
+    after = rotation_angle(1.0, 0.3, 1.5)
     assert kept(after, after) < kept(before, after)
 
 
 def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair():
-    lag, start = {}, unit(randn(1000, 64))
+    lag = {}
+    start = unit(randn(1000, 64))
     related = turned(start, orthogonal(start), math.pi / 6)
     cases = {"imbalanced": (30.0, 1.0), "balanced": (30**0.5, 30**0.5), "aligned": (1.0, 1.0)}
     for case, norms in cases.items():
-        expected, sizes = [math.cos(math.pi / 6)], norms
+        expected = [math.cos(math.pi / 6)]
+        sizes = norms
         states = [norms[0] * start, norms[1] * related]
         for _ in range(24):
             angles = [rotation_angle(size, 0.3, math.pi / 2) for size in sizes]
@@ -132,7 +138,8 @@ def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair():
 def test_trace_bound_falls_with_the_cosine_of_the_lag_unless_all_lag_alike():
     text = unit(randn(20_000, 16))
     visual = unit(text @ randn(16, 16) + randn(20_000, 16))
-    directions, projections = orthogonal(visual), torch.linalg.qr(randn(200, 16, 16)).Q
+    directions = orthogonal(visual)
+    projections = torch.linalg.qr(randn(200, 16, 16)).Q
     whole = torch.linalg.svdvals(visual.T @ text).sum().item()
     for delta in DELTAS:
         lagging = turned(visual, directions, delta)
@@ -154,9 +161,12 @@ def entropy(scores):
 
 
 def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher():
-    query, keys = unit(randn(200, 64)), unit(randn(200, 256, 64))
-    away, noise = orthogonal(query), 8 * (keys @ query[..., None]).squeeze(-1)
-    spread, share = [], []
+    query = unit(randn(200, 64))
+    keys = unit(randn(200, 256, 64))
+    away = orthogonal(query)
+    noise = 8 * (keys @ query[..., None]).squeeze(-1)
+    spread = []
+    share = []
     for delta in DELTAS:
         key = turned(query, away, delta)
         assert_turned_by(query, key, delta)
@@ -171,5 +181,6 @@ def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher():
     by_hand = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(3)
     assert relative_entropy(torch.tensor([[0.75, 0.25, 0.0]])) == pytest.approx(by_hand)
     with_sink = [entropy(torch.tensor([signal, 6.0, 0, 0, 0])) for signal in (9, 8, 7, 6, 4, 2)]
-    above, below = with_sink[:3], with_sink[3:]
+    above = with_sink[:3]
+    below = with_sink[3:]
     assert above == sorted(above) and below == sorted(below, reverse=True)

@@ -184,7 +184,8 @@ def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Exam
     if collator is None:
         return Example(title, _turns(row))
     batch = collator([row])
-    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    ids = batch["input_ids"][0]
+    labels = batch["labels"][0]
     return Example(title, pieces(ids, labels, collator.processor))
 
 

@@ -128,7 +128,8 @@ def estimate_memory(
     One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO,
     what is divided among processes is divided; a layer gathered for its turn does not count.
     """
-    args, passes = trainer.args, trainer.args.gradient_accumulation_steps
+    args = trainer.args
+    passes = trainer.args.gradient_accumulation_steps
     batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
     try:
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
@@ -139,7 +140,8 @@ def estimate_memory(
     parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
-    ids, positions = batch["input_ids"], batch.get("position_ids")
+    ids = batch["input_ids"]
+    positions = batch.get("position_ids")
     rows = len(ids) if positions is None else int((positions == 0).sum())
     images = len(batch.get("pixel_values", ()))
     shape = f"{rows:,} row(s), {ids.numel():,} tokens, {images:,} image(s)"
@@ -154,7 +156,8 @@ def _device(args: RunConfig) -> tuple[str, int, int]:
     if args.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(args.device)
         return torch.cuda.get_device_name(args.device), total, CONTEXT
-    machine, allowed = psutil.virtual_memory().total, memory_limit()
+    machine = psutil.virtual_memory().total
+    allowed = memory_limit()
     name = "this machine"
     if allowed < machine:
         name = "this container"

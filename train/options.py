@@ -157,7 +157,8 @@ class ModelArguments(ModelOptions, ModelConfig):
         if self.model_name_or_path is not None:
             self.model_name_or_path = os.path.expanduser(self.model_name_or_path)
         self.lora_modules_to_save = name_list(self.lora_modules_to_save) or None
-        values, kind = vars(self), type(self)
+        values = vars(self)
+        kind = type(self)
         changed = [name for name in values if values[name] != getattr(kind, name, values[name])]
         lora = [name for name in changed if name.startswith(("lora_", "use_dora", "use_rslora"))]
         if lora and not self.use_peft:

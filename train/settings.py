@@ -319,7 +319,8 @@ def check_deepspeed(plugin: DeepSpeedPlugin, settings: RunConfig) -> None:
         if section in plugin.deepspeed_config:
             raise ValueError(f"DeepSpeed's section {section!r} would undo {option}. Remove it.")
     for name in ("bf16", "fp16"):
-        value, enabled = bool(getattr(settings, name)), plugin.get_value(f"{name}.enabled", "auto")
+        value = bool(getattr(settings, name))
+        enabled = plugin.get_value(f"{name}.enabled", "auto")
         if enabled not in ("auto", value):
             raise ValueError(f"{name} is {enabled} in DeepSpeed's configuration. Remove it there.")
 

@@ -31,8 +31,10 @@ def peak_bytes(
     trainer: SFTTrainer, batch: dict[str, Any], checkpointing: bool | None, accumulates: bool
 ) -> Counter[str]:
     """Bytes by part at the peak of a trainer's step, besides its weights and optimizer states."""
-    args, model = trainer.args, trainer.model
-    ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
+    args = trainer.args
+    model = trainer.model
+    ledger = _Ledger()
+    half = torch.float16 if args.fp16 else torch.bfloat16
     batch = {name: value.clone() for name, value in batch.items()}
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: ledger.weight(tensor) for name, tensor in named}
@@ -197,7 +199,8 @@ class _Ledger(TorchDispatchMode):
             entry = self._storages.pop(key)
             self._live[entry.part] -= entry.size
 
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._storages and key not in self._weights:
             reference = weakref.ref(storage, free)
             self._storages[key] = SimpleNamespace(part=part, size=size, reference=reference)

@@ -303,7 +303,8 @@ class NormAlignTrainer(SFTTrainer):
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, and wraps the forward pass."""
-        args, model = self.args, base_model(self.model)
+        args = self.args
+        model = base_model(self.model)
         if isinstance(self.model, PeftModel):  # whose card would have the base's local path
             self.model.create_or_update_model_card = lambda folder: None
         freeze(self.model, self.learning_rates)

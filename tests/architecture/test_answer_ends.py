@@ -38,7 +38,8 @@ from normalign_llava.diagnose.load import resolve_model
 
 pytestmark = pytest.mark.slow
 
-END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TURN = "<|im_end|>"
 WITH_EOS = parts.CHATML.replace("'<|im_end|>'", "eos_token")
 MARKED_WITH_EOS = (
     "{% for message in messages %}{{ message['role'] + ': ' }}"
@@ -62,7 +63,8 @@ def language(folder: Path, kind: str) -> str:
     parts.language(folder, rows=96, chat_template=template, tied=False)
     tokenizer = parts.tokenizer(template, extra=[END_OF_TEXT])
     tokenizer.add_special_tokens({"extra_special_tokens": [END_OF_TURN, END_OF_TEXT]})
-    tokenizer.eos_token, tokenizer.pad_token = of_tokenizer, "<unk>"
+    tokenizer.eos_token = of_tokenizer
+    tokenizer.pad_token = "<unk>"
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -72,7 +74,8 @@ def language(folder: Path, kind: str) -> str:
 
 
 def built(folder: Path, kind: str) -> Path:
-    encoder, model = parts.vision(folder / "vision"), language(folder / "language", kind)
+    encoder = parts.vision(folder / "vision")
+    model = language(folder / "language", kind)
     build_checkpoint(encoder, model, folder / "built", seed=0)
     return folder / "built"
 
@@ -206,7 +209,8 @@ def test_an_adapter_and_what_is_merged_from_it(made, older):
 @pytest.mark.parametrize("added", ["processor", "tokenizer"])
 def test_an_adapter_whose_template_ends_answers_otherwise(tmp_path, kind, added):
     """As `trl` and PEFT write it: an adapter, and what was given to them as processing_class."""
-    checkpoint, adapter = built(tmp_path, kind), tmp_path / "adapter"
+    checkpoint = built(tmp_path, kind)
+    adapter = tmp_path / "adapter"
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     lora = LoraConfig(r=2, target_modules=r".*language_model.*q_proj")
     get_peft_model(model, lora).save_pretrained(adapter)

@@ -51,7 +51,8 @@ def test_quantized_models_train_rightly_after_a_generate(tmp_path):
     wide = dict(hidden_size=64, intermediate_size=128, head_dim=32)
     tiny.model(text=tiny.text_config(**wide)).save_pretrained(tmp_path)
     nf4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    cls, dtype = NormAlignLlavaForConditionalGeneration, torch.float32
+    cls = NormAlignLlavaForConditionalGeneration
+    dtype = torch.float32
     load = partial(cls.from_pretrained, tmp_path, dtype=dtype)
     quantized = load(quantization_config=BitsAndBytesConfig(**nf4))
     batch = {name: tensor.to(quantized.device) for name, tensor in tiny.inputs().items()}

@@ -52,7 +52,8 @@ def test_a_llava_checkpoint_loads_with_every_tensor_equal(tmp_path, vision, tied
 
 @pytest.mark.parametrize("load", [AutoModelForImageTextToText, AutoModel])
 def test_missing_tensors_are_an_error_that_lists_them(tmp_path, load):
-    model, sharded = tiny.model(tied=False), load is not AutoModel
+    model = tiny.model(tied=False)
+    sharded = load is not AutoModel
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
     lost = ["model.language_model.norm.weight", "model.multi_modal_projector.linear_1.bias"]
     lost += ["lm_head.weight"] if load is not AutoModel else []  # an untied head
@@ -138,7 +139,8 @@ def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path, caplog):
 
 
 def test_a_gain_that_is_built_in_bfloat16_is_not_rounded(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    vision = parts.vision(tmp_path / "vision")
+    language = parts.language(tmp_path / "language")
     build_checkpoint(vision, language, tmp_path / "built", dtype="bfloat16")
     for name, dtype in dtypes_on_disk(tmp_path / "built").items():
         assert dtype == (torch.float32 if "projector.norm." in name else torch.bfloat16)
@@ -168,7 +170,8 @@ def test_saving_is_stable(tmp_path, tied, shard):
     model = tiny.model(tied=tied)
     with torch.no_grad():
         model.model.multi_modal_projector.norm.weight.normal_()
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     model.save_pretrained(first, max_shard_size=shard)
     loaded = AutoModelForImageTextToText.from_pretrained(first)
     loaded.save_pretrained(second, max_shard_size=shard)
@@ -188,7 +191,8 @@ def norm_of(model):
 
 
 def test_gain_and_bias_stay_float32(tmp_path):
-    model, dtype = tiny.model(), torch.bfloat16
+    model = tiny.model()
+    dtype = torch.bfloat16
     with torch.no_grad():
         norm_of(model).weight.mul_(1.0001)
     model.save_pretrained(tmp_path)
@@ -270,7 +274,8 @@ def test_a_quantized_checkpoint_keeps_the_norm_in_float32(tmp_path):
 
 def assert_reloads(folder, model, tied, caplog):
     """The configuration says twice whether head and embeddings are one; logits are `model`'s."""
-    stored, config = weights(folder), json.loads((folder / "config.json").read_text())
+    stored = weights(folder)
+    config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is tied
     tables = [name for name in stored if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     assert len(tables) == (1 if tied else 2)

@@ -50,7 +50,8 @@ def test_logits_and_loss_on_text_are_the_language_models(family):
     ours = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint)
     rows = theirs.get_input_embeddings().num_embeddings
     with torch.no_grad():
-        expected, got = theirs(input_ids=IDS, labels=IDS), ours(input_ids=IDS, labels=IDS)
+        expected = theirs(input_ids=IDS, labels=IDS)
+        got = ours(input_ids=IDS, labels=IDS)
         torch.testing.assert_close(got.logits[..., :rows], expected.logits, rtol=1e-5, atol=1e-6)
         # The vocabulary has grown, by rows that the language model does not have.
         loss = torch.nn.functional.cross_entropy(got.logits[0, :-1], IDS[0, 1:])
@@ -75,7 +76,8 @@ def test_labels_by_position_are_labels_by_name(family, after):
 
 
 def test_the_loss_is_divided_by_the_tokens_of_all_batches():
-    model, batch = tiny.model(), tiny.inputs()
+    model = tiny.model()
+    batch = tiny.inputs()
     labels = batch["input_ids"]
     with torch.no_grad():
         mean = model(**batch, labels=labels).loss
@@ -105,7 +107,8 @@ def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch cannot compile Gemma 2")
 def test_the_whole_model_compiles_into_one_graph():
     cls, extra = FAMILIES["gemma2"]
-    model, batch = tiny.model(text=tiny.text_config(cls=cls, **extra)), tiny.inputs()
+    model = tiny.model(text=tiny.text_config(cls=cls, **extra))
+    batch = tiny.inputs()
     with torch.no_grad():
         expected = model(**batch, labels=batch["input_ids"], use_cache=False)
         torch._dynamo.reset()

@@ -196,7 +196,8 @@ def test_scales_are_what_the_language_model_does_to_embeddings(family):
     config = tiny.text_config(cls=cls, **extra)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().base_model
-    states, ids = entering(model), torch.arange(3, 90)[None]
+    states = entering(model)
+    ids = torch.arange(3, 90)[None]
     rows = model.get_input_embeddings().weight[ids].detach()
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
@@ -273,7 +274,8 @@ def test_only_the_gradient_behind_the_norm_differs_between_the_arms():
 
 
 def test_everything_cast_to_bfloat16_still_runs_right():
-    model, batch = tiny.model(), tiny.inputs()
+    model = tiny.model()
+    batch = tiny.inputs()
     expected = model(**batch).logits
     cast = tiny.model().to(torch.bfloat16)
     assert cast.model.multi_modal_projector.norm.weight.dtype == torch.bfloat16

@@ -49,7 +49,8 @@ def gradients(function, norm, x, upstream):
 def test_gradients_equal_the_hook_form_in_float64(cls, shape, gain, mixed_signs):
     torch.manual_seed(0)
     norm = make_norm(cls, shape[-1], gain, mixed_signs=mixed_signs)
-    x, upstream = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    upstream = torch.randn(shape, dtype=torch.float64)
     ours = gradients(norm, norm, x, upstream)
     paper = gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream)
     for got, expected in zip(ours, paper, strict=True):
@@ -67,7 +68,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def test_gradients_in_lower_precision_follow_float64(cls, x_dtype, gain_dtype):
     torch.manual_seed(0)
     norm = make_norm(cls, 576, dtype=gain_dtype)
-    x, upstream = torch.randn(12, 576).to(x_dtype), torch.randn(12, 576).to(x_dtype)
+    x = torch.randn(12, 576).to(x_dtype)
+    upstream = torch.randn(12, 576).to(x_dtype)
     ours = gradients(norm, norm, x, upstream)
     assert [g.dtype for g in ours] == [x_dtype] + [gain_dtype] * (len(ours) - 1)
     wide = copy.deepcopy(norm).double()
@@ -106,7 +108,8 @@ DTYPES += [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
 def plain(norm, x):
     """torch's own function on the same numbers; half precision goes through the gain's dtype."""
     wide = x.to(norm.weight.dtype if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
-    shape, gain = norm.normalized_shape, norm.weight
+    shape = norm.normalized_shape
+    gain = norm.weight
     if isinstance(norm, torch.nn.LayerNorm):
         return F.layer_norm(wide, shape, gain, norm.bias, norm.eps).to(x.dtype)
     return F.rms_norm(wide, shape, gain, norm.eps).to(x.dtype)
@@ -127,7 +130,8 @@ def test_forward_is_torchs_bit_for_bit(cls, compensate, x_dtype, gain_dtype, req
 def test_without_compensation_gradients_are_torchs_exactly(cls):
     torch.manual_seed(0)
     norm = make_norm(cls, 576, dtype=torch.float32, compensate=False)
-    x, upstream = torch.randn(7, 576), torch.randn(7, 576)
+    x = torch.randn(7, 576)
+    upstream = torch.randn(7, 576)
     ours = gradients(norm, norm, x, upstream)
     expected = gradients(lambda v: plain(norm, v), norm, x, upstream)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
@@ -141,7 +145,8 @@ def test_compiles_into_one_graph(cls, backend):
     torch._dynamo.reset()
     torch.manual_seed(0)
     norm = make_norm(cls, 24, dtype=torch.float32)
-    x, upstream = torch.randn(5, 24), torch.randn(5, 24)
+    x = torch.randn(5, 24)
+    upstream = torch.randn(5, 24)
     compiled = torch.compile(norm, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x), norm(x))
     ours = gradients(compiled, norm, x, upstream)

@@ -55,12 +55,14 @@ def prompt(processor, question):
 
 @pytest.fixture
 def folders(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    vision = parts.vision(tmp_path / "vision")
+    language = parts.language(tmp_path / "language")
     return vision, language, tmp_path / "built"
 
 
 def test_what_is_not_said_is_the_paper_s_arm_in_the_language_model_s_precision(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    vision = parts.vision(tmp_path / "vision")
+    language = parts.language(tmp_path / "language")
     for folder, cls in ((language, AutoModelForCausalLM), (vision, transformers.AutoModel)):
         dtype = torch.bfloat16 if folder == language else torch.float32
         cls.from_pretrained(folder).to(dtype).save_pretrained(folder)
@@ -88,7 +90,8 @@ def test_a_seed_decides_the_projector_whatever_was_drawn_before(folders):
 def test_the_projector_begins_at_the_scale_of_the_language_model_s_layers(folders):
     vision, language, output = folders
     build_checkpoint(vision, language, output, seed=0)
-    stored, scale = weights(output), tiny.text_config().initializer_range
+    stored = weights(output)
+    scale = tiny.text_config().initializer_range
     for name in ("linear_1", "linear_2"):
         projector = f"model.multi_modal_projector.{name}"
         assert stored[f"{projector}.weight"].std().item() == pytest.approx(scale, rel=0.1)
@@ -121,7 +124,8 @@ def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind, ca
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
 def test_the_language_model_is_kept_whole(tmp_path, kind):
-    cls, tied = transformers.CONFIG_MAPPING[kind], kind == "gemma"
+    cls = transformers.CONFIG_MAPPING[kind]
+    tied = kind == "gemma"
     sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64) if kind == "gpt2" else {}
     language = parts.language(tmp_path / "language", tied=tied, cls=cls, **sizes)
     build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
@@ -453,7 +457,8 @@ def test_what_is_no_llava_gets_no_norm(folders):
 def test_flags_that_are_off_are_not_named():
     config = transformers.GenerationConfig(use_cache=False, top_k=9, do_sample=True)
     config.chat_format = config.remove_invalid_values = False
-    config.forced_eos_token_id, config.temperature = 5, 0.7
+    config.forced_eos_token_id = 5
+    config.temperature = 0.7
     config.forced_bos_token_id = 0  # which is a token
     kept, left_out = copied_generation(config)
     assert left_out == {"forced_eos_token_id": 5, "forced_bos_token_id": 0}
@@ -470,7 +475,8 @@ def test_flags_that_draw_answers_and_end_them_are_copied():
     flags |= dict(epsilon_cutoff=0.01, eta_cutoff=0.02, cache_implementation="static")
     flags["cache_config"] = {"max_cache_len": 80}
     config = transformers.GenerationConfig(**flags)
-    config._from_model_config, config._commit_hash = True, "a" * 40  # of its file
+    config._from_model_config = True
+    config._commit_hash = "a" * 40  # of its file
     kept, left_out = copied_generation(config)
     assert flags_of(kept) == flags and left_out == {}
 
@@ -666,7 +672,8 @@ def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):
 def unsettled(folder):
     """Turns a checkpoint into one from before padding side and first token were settled."""
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
-    tokenizer.bos_token, tokenizer.add_bos_token = "Z", True
+    tokenizer.bos_token = "Z"
+    tokenizer.add_bos_token = True
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())
@@ -679,7 +686,8 @@ def unsettled(folder):
 
 
 def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path):
-    language, output = parts.language(tmp_path / "language", tied=False), tmp_path / "built"
+    language = parts.language(tmp_path / "language", tied=False)
+    output = tmp_path / "built"
     build_checkpoint(parts.vision(tmp_path / "vision"), language, output)
     model = tiny.heeding(AutoModelForImageTextToText.from_pretrained(output))
     processor = AutoProcessor.from_pretrained(output)
@@ -698,7 +706,8 @@ def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path):
 
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_training_from_an_unsettled_checkpoint_writes_settled_ones(tmp_path, caplog, use_peft):
-    checkpoint, output = unsettled(training.checkpoint(tmp_path)), tmp_path / "trained"
+    checkpoint = unsettled(training.checkpoint(tmp_path))
+    output = tmp_path / "trained"
     options = dict(max_steps=1, save_strategy="steps", save_steps=1, use_peft=use_peft)
     trainer = training.trainer(output, checkpoint, **options)
     trainer.train()
@@ -720,7 +729,8 @@ def test_an_unsettled_checkpoint_is_asked_with_one_first_token(tmp_path):
     handle = resolve_model(str(unsettled(training.checkpoint(tmp_path))))
     image = {"bytes": image_bytes(), "path": None}
     (asked,) = batches(handle.processor, [Sample("a", "what", image)], 1)
-    lm, text = as_lm(handle, batch_size=1), prompt(handle.processor, "a")
+    lm = as_lm(handle, batch_size=1)
+    text = prompt(handle.processor, "a")
     shown = lm.tok_batch_multimodal_encode([text], [IMAGES[:1]])
     alone = lm.tok_batch_multimodal_encode([text.replace("<image>", "")], [[]])
     for inputs in (asked, shown, alone):

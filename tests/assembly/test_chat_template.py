@@ -74,7 +74,8 @@ def test_image_parts_become_the_image_token_in_every_family(name):
 @pytest.mark.parametrize("name", DATED)
 def test_prompts_tell_a_fixed_date_whatever_the_day(name):
     assert "llama3_2" in DATED
-    template, messages = multimodal_chat_template(TEMPLATES[name])[0], chat("What?", "A kite.")
+    template = multimodal_chat_template(TEMPLATES[name])[0]
+    messages = chat("What?", "A kite.")
     on_that_day = render(on_the_day(TEMPLATES[name]), messages)
     assert render(TEMPLATES[name], messages) != on_that_day  # the family's own tells today's
     assert render(template, messages) == on_that_day
@@ -125,7 +126,8 @@ def built(folder, tokenizer, template):
     """The processor that `build` writes, loaded again."""
     tokenizer.chat_template = template
     set_chat_template(tokenizer, None)
-    image_processor, vision = tiny_parts.image_processor("clip"), tiny.vision_config("clip")
+    image_processor = tiny_parts.image_processor("clip")
+    vision = tiny.vision_config("clip")
     make_processor(image_processor, tokenizer, vision).save_pretrained(folder)
     return AutoProcessor.from_pretrained(folder)
 
@@ -138,13 +140,15 @@ WAYS = dict.fromkeys([*product(TEMPLATES, ["first and last"]), *product(FOUR, fa
 def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
     """Of users, `transformers serve`, TRL, training, `ask`, `evaluate`, and the language model."""
     make, start, end = families.ADDING[adds]
-    own, processor = make(), built(tmp_path, make(), TEMPLATES[name])
+    own = make()
+    processor = built(tmp_path, make(), TEMPLATES[name])
     own.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
     image = {"path": None, "bytes": train_data.image_bytes()}
     shown = {"type": "image", "image": Image.open(io.BytesIO(image["bytes"]))}
     template = multimodal_chat_template(TEMPLATES[name], special_tokens=own.special_tokens_map)[0]
     for turns, images in ((["Hello"], []), (["Why?"], [shown]), (["Why?", "So."], [shown])):
-        messages, prompt = parts(chat(*turns), *images), {"add_generation_prompt": len(turns) == 1}
+        messages = parts(chat(*turns), *images)
+        prompt = {"add_generation_prompt": len(turns) == 1}
         text = render(template, messages, **prompt, **own.special_tokens_map)
         text = text.replace("<image>", "<image>" * 4)
         expected = own.encode(text, add_special_tokens=False)
@@ -153,8 +157,10 @@ def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
             assert own.convert_ids_to_tokens(expected)[: len(start)] == start
             expected = expected[: len(expected) - len(end)]
         rendered = processor.apply_chat_template(messages, **prompt)
-        tokenizer, pictures = processor.tokenizer, [part["image"] for part in images] or None
-        as_tokens, repeated = dict(tokenize=True, return_dict=True), "<image>" * 4
+        tokenizer = processor.tokenizer
+        pictures = [part["image"] for part in images] or None
+        as_tokens = dict(tokenize=True, return_dict=True)
+        repeated = "<image>" * 4
         ways = {
             "processor(text)": processor(text=rendered, images=pictures),
             "its template": processor.apply_chat_template(messages, **as_tokens, **prompt),
@@ -211,7 +217,8 @@ def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp
     assert set_chat_template(tokenizer, None)
     assert "raise_exception('another')" not in tokenizer.chat_template
     assert render(tokenizer.chat_template, chat("Hi")) == render(SMOLLM2, chat("Hi"))
-    size, number = len(tokenizer), tokenizer.convert_tokens_to_ids("<image>")
+    size = len(tokenizer)
+    number = tokenizer.convert_tokens_to_ids("<image>")
     assert number == size - 1 and tokenizer.decode([number], skip_special_tokens=True) == ""
     (tmp_path / "other.jinja").write_text("{{ 'Ü' }}" + SMOLLM2, encoding="utf-8")
     assert set_chat_template(tokenizer, tmp_path / "other.jinja")

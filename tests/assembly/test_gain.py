@@ -57,7 +57,8 @@ def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_the_language_model_s_table_in_every_dtype(tmp_path, dtype):
-    weight, name = table().to(dtype), "model.language_model.embed_tokens.weight"
+    weight = table().to(dtype)
+    name = "model.language_model.embed_tokens.weight"
     tensors = {name: weight, "model.vision.word_embeddings.weight": table(seed=1)}
     tensors["model.layers.61.embed_tokens.weight"] = table(seed=2)
     statistics = embedding_statistics(store(tmp_path, **tensors), top=7)
@@ -189,7 +190,8 @@ def test_of_a_repository_the_commit_that_is_named_is_measured(tmp_path, monkeypa
     repository = tmp_path / "models--acme--lm"
     for folder in ("snapshots", "refs"):
         (repository / folder).mkdir(parents=True)
-    earlier, latest = "a" * 40, "b" * 40
+    earlier = "a" * 40
+    latest = "b" * 40
     tables = {earlier: table(rows=30), latest: table(rows=40, seed=1)}
     for commit, weight in tables.items():
         store(repository / "snapshots" / commit, **{NAME: weight})

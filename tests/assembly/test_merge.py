@@ -195,7 +195,8 @@ def test_a_stock_llava_gets_the_norm_that_training_gave_it(tmp_path):
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_a_base_is_read_in_training_s_precision_from_any_files(bases, tmp_path, compute):
-    quantization, base = {**NF4, "bnb_4bit_compute_dtype": compute}, tmp_path / "sharded"
+    quantization = {**NF4, "bnb_4bit_compute_dtype": compute}
+    base = tmp_path / "sharded"
     make_adapter(bases["untied"], tmp_path / "adapter", quantization=quantization)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases["untied"])
     model.save_pretrained(base, max_shard_size="50KB")
@@ -206,7 +207,8 @@ def test_a_base_is_read_in_training_s_precision_from_any_files(bases, tmp_path, 
     assert_merged(tmp_path / "merged", tmp_path / "adapter", bases["untied"], settings)
 
 
-Q_PROJ, BIAS = "layers.1.self_attn.q_proj.lora_%s.weight", "linear_2.bias"
+Q_PROJ = "layers.1.self_attn.q_proj.lora_%s.weight"
+BIAS = "linear_2.bias"
 REFUSED = [
     ({Q_PROJ % "B": None}, {}, "q_proj.lora_B.weight has shape None, on"),
     ({Q_PROJ % "A": torch.ones(4, 7)}, {}, r"lora_A.weight has shape \[4, 7\], on .* \[4, 64\]"),
@@ -244,7 +246,8 @@ def adapter(bases, tmp_path_factory):
 def test_what_does_not_fit_is_refused(bases, adapter, tmp_path, changes, options, message):
     """`changes` are of tensors, by the ends of their names, or of the configuration."""
     folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
-    settings, tensors = json.loads((folder / "adapter_config.json").read_text()), weights(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    tensors = weights(folder)
     for end, value in changes.items():
         if name := next((name for name in tensors if name.endswith(end)), None):
             tensors[name] = value
@@ -341,7 +344,8 @@ def test_a_base_is_read_in_the_precision_that_its_configuration_says(adapter, ba
     base = shutil.copytree(bases["tied"], tmp_path / "base")
     file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
-    read, name = BaseTensors(open_adapter(adapter / "adapter", base=str(base))), EMBEDDINGS
+    read = BaseTensors(open_adapter(adapter / "adapter", base=str(base)))
+    name = EMBEDDINGS
     assert read.dtype == read[name].dtype == torch.bfloat16
     assert torch.equal(read[name], weights(base)[name].bfloat16())
 
@@ -416,7 +420,8 @@ def test_the_norm_of_a_base_in_half_precision_is_not_rounded(adapter, bases, tmp
     folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
     (folder / "build.json").unlink()  # of another build
     opened = open_adapter(folder, base=str(bases["bfloat16"]))
-    read, stored_by_name = BaseTensors(opened), weights(bases["bfloat16"])
+    read = BaseTensors(opened)
+    stored_by_name = weights(bases["bfloat16"])
     gain = "model.multi_modal_projector.norm.weight"
     assert not torch.equal(stored_by_name[gain], stored_by_name[gain].bfloat16().float())
     for name in (gain, "model.multi_modal_projector.linear_1.weight"):

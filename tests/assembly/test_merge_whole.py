@@ -38,7 +38,8 @@ pytestmark = pytest.mark.slow
 Q = r".*\.language_model\..*\.q_proj"
 WITH_BIAS = r".*(vision_tower.*fc1|multi_modal_projector\.linear_1)"  # these have a bias
 TOKENS = [5, 9, 30]
-EMBEDDINGS, HEAD = r".*\.embed_tokens", r"lm_head"
+EMBEDDINGS = r".*\.embed_tokens"
+HEAD = r"lm_head"
 BOTH = ["embed_tokens", "lm_head"]
 
 
@@ -226,7 +227,8 @@ def test_a_head_that_training_changed_little_is_no_longer_tied(bases, tmp_path):
     name = of_file(folder, "lm_head.lora_B.weight")
     change(folder, **{name: load_file(folder / ADAPTER_WEIGHTS)[name] * 1e-3})
     merge_adapter(folder, tmp_path / "merged")
-    merged, before = load(tmp_path / "merged"), load(bases["tied"]).lm_head.weight
+    merged = load(tmp_path / "merged")
+    before = load(bases["tied"]).lm_head.weight
     assert 0 < (merged.lm_head.weight - before).abs().max() < 1e-3 * before.abs().max()
     assert torch.equal(merged.get_input_embeddings().weight, before)
 
@@ -459,7 +461,8 @@ def test_a_tower_that_training_rounded_or_quantized_is_no_link(bases, tmp_path):
     beside = ["lm_head", "model.multi_modal_projector"]
     quantized = dict(nf4, bnb_4bit_compute_dtype="float32", llm_int8_skip_modules=beside)
     for name, settings in (("rounded", rounded), ("quantized", quantized)):
-        adapter, output = tmp_path / name, tmp_path / f"{name}-merged"
+        adapter = tmp_path / name
+        output = tmp_path / f"{name}-merged"
         make_adapter(bases["tied"], adapter, settings)
         merge_adapter(adapter, output, dtype="float32")
         read = BitsAndBytesConfig(**settings)

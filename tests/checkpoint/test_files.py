@@ -53,7 +53,8 @@ app()
 @pytest.mark.slow
 @pytest.mark.parametrize("number, status", [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_command_that_is_stopped_leaves_no_unfinished_folder(prepared, tmp_path, number, status):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    vision = parts.vision(tmp_path / "vision")
+    language = parts.language(tmp_path / "language")
     words = ["--vision", vision, "--language", language, "--output", tmp_path / "out"]
     before = {*tmp_path.iterdir()}
     done = prepared.run(["-c", STOPPED, number, "build", *words])
@@ -130,7 +131,8 @@ with finished_folder(target, lambda folder: ["first", "second"]) as staging:
 
 
 def test_a_replacement_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
-    target, left = tmp_path / "out", []
+    target = tmp_path / "out"
+    left = []
     for step in range(1, 6):
         target.mkdir(exist_ok=True)
         for name in ("first", "second"):
@@ -226,8 +228,10 @@ def test_what_a_living_process_makes_is_not_removed_and_nobody_else_makes_it(tmp
 
 @pytest.mark.slow
 def test_commands_are_told_who_writes_to_the_folder_of_theirs(prepared, tmp_path, hold):
-    model, built = training.checkpoint(tmp_path), tmp_path / "new"
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    model = training.checkpoint(tmp_path)
+    built = tmp_path / "new"
+    vision = parts.vision(tmp_path / "vision")
+    language = parts.language(tmp_path / "language")
     data = train_data.write_json(tmp_path, [train_data.llava("what?", "red")])
     commands = [
         ["card", model],
@@ -240,7 +244,8 @@ def test_commands_are_told_who_writes_to_the_folder_of_theirs(prepared, tmp_path
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     started = [prepared.start(["-m", "normalign_llava", *command]) for command in commands]
     for command, done in zip(commands, [process.wait() for process in started], strict=True):
-        holder, said = holders[command[0] == "build"].pid, done.stderr
+        holder = holders[command[0] == "build"].pid
+        said = done.stderr
         assert done.returncode == 1 and f", process {holder}." in said, (command, said)
     files = (path for path in tmp_path.rglob("*") if path.is_file())
     assert {path: path.stat().st_mtime_ns for path in files} == times
@@ -271,7 +276,8 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     paths = ["none", "./user/none", "user/none/", "a/b/c", "../model", "~/model"]
-    absent, known = ["user/none", None], ["user/model", None]
+    absent = ["user/none", None]
+    known = ["user/model", None]
     with HubServer({"user/model": tmp_path / "model"}) as hub:
         environment = hub.environment(tmp_path / "home")
         names = [*([path, None] for path in paths), absent, ["user/model", "v9"], known]
@@ -312,12 +318,15 @@ def written(folder, **contents):
     return folder
 
 
-CONFIG, ADAPTER = {"config_json": "{}"}, {"adapter_config_json": "{}"}
+CONFIG = {"config_json": "{}"}
+ADAPTER = {"adapter_config_json": "{}"}
 
 
 def test_folders_are_told_by_the_files_in_them(tmp_path):
-    model, adapter = written(tmp_path / "a", **CONFIG), written(tmp_path / "b", **ADAPTER)
-    both, neither = written(tmp_path / "c", **CONFIG, **ADAPTER), written(tmp_path / "d")
+    model = written(tmp_path / "a", **CONFIG)
+    adapter = written(tmp_path / "b", **ADAPTER)
+    both = written(tmp_path / "c", **CONFIG, **ADAPTER)
+    neither = written(tmp_path / "d")
     for folder in (model, both):
         assert files.find_checkpoint(folder) == (str(folder), None)
     with pytest.raises(ValueError, match=f"normalign merge {adapter} --output"):
@@ -383,7 +392,8 @@ def test_a_replaced_folder_is_new_as_a_whole_and_nothing_of_others_is_lost(tmp_p
 
 
 def test_a_link_stays_one_to_the_folder_that_is_replaced(tmp_path):
-    folder, link = written(tmp_path / "real", first="old"), tmp_path / "link"
+    folder = written(tmp_path / "real", first="old")
+    link = tmp_path / "link"
     link.symlink_to(folder)
     with finished_folder(link, lambda folder: ["first"]) as staging:
         (staging / "first").write_text("new")

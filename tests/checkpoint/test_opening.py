@@ -116,7 +116,8 @@ def cached(tmp_path, monkeypatch):
     return put
 
 
-OLD, NEW = "a" * 40, "b" * 40
+OLD = "a" * 40
+NEW = "b" * 40
 
 
 def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
@@ -207,7 +208,8 @@ def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_
         folder.mkdir()
         options["model_name_or_path"] = str(built if folder == first else first / "out")
         main([training.recipe(folder, tmp_path / "parts", use_cpu=True, **options)])
-    first, second = first / "out", second / "out"
+    first = first / "out"
+    second = second / "out"
     merge_adapter(second, merged)
     refresh_card(merged)
     folders = (first, second, merged)
@@ -300,7 +302,8 @@ def test_loading_sets_back_what_transformers_logs(opened):
 
 
 def test_tokens_are_compared_with_the_features_of_the_model(opened):
-    model, processor = opened.load(), opened.processor
+    model = opened.load()
+    processor = opened.processor
     assert check_processor(processor) == check_processor(processor, model) == 4
     assert check_processor(processor, opened.load(dtype=torch.bfloat16)) == 4
     processor.vision_feature_select_strategy = "full"  # the class token too

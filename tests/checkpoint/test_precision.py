@@ -63,7 +63,8 @@ def test_half_precision_pays_from_one_and_a_half_times_as_fast(processor, dtype)
 )
 def test_the_fastest_precision_that_fits_is_run(processor, caplog, stored, fast, share, expected):
     processor(0.3 if fast else 5.0, float16=5.0)
-    config, size = LlavaConfig(text_config=LlamaConfig(), dtype=stored), int(share * free_memory())
+    config = LlavaConfig(text_config=LlamaConfig(), dtype=stored)
+    size = int(share * free_memory())
     name = str(stored).removeprefix("torch.") if expected == "auto" else expected
     assert dtype_to_load("auto", config, size) == dtype_to_load("auto", config, size) == expected
     (line,) = caplog.messages
@@ -254,8 +255,10 @@ def test_products_with_4_bit_weights_are_computed_in_what_is_fast(processor):
 
 def test_products_in_bfloat16_round_what_goes_in_and_give_float16():
     torch.manual_seed(0)
-    x, weight = torch.randn(5, 8).half(), torch.randn(6, 8).half()
-    images, kernels = torch.randn(1, 2, 4, 4).half(), torch.randn(3, 2, 2, 2).half()
+    x = torch.randn(5, 8).half()
+    weight = torch.randn(6, 8).half()
+    images = torch.randn(1, 2, 4, 4).half()
+    kernels = torch.randn(3, 2, 2, 2).half()
     wide = torch.randn(5, 8)
     in_float32 = wide @ wide.T
     with precision.ProductsInBfloat16():

@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from normalign_llava.checkpoint import prompts
 
 
-END, OTHER = "<|im_end|>", "<|im_start|>"  # 2 and 1
+END = "<|im_end|>"
+OTHER = "<|im_start|>"  # 2 and 1
 LOOP = "{% for m in messages %}{{ m['content'] }}{{ '<|im_end|>' }}{% endfor %}"
 OF_PARTS = (
     "{% for m in messages %}{% for part in m['content'] %}{% if part is mapping %}"

@@ -168,7 +168,8 @@ def good(tmp_path_factory):
 @pytest.fixture
 def refused(good, tmp_path):
     """Runs a command on a spoiled copy of the checkpoint: it ends in a sentence, runs no code."""
-    model, output = shutil.copytree(good / "model", tmp_path / "model"), tmp_path / "output"
+    model = shutil.copytree(good / "model", tmp_path / "model")
+    output = tmp_path / "output"
 
     def run(command: str, spoil) -> str:
         spoil(model)
@@ -228,7 +229,8 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(good, refused, command
 
 
 def test_a_part_that_needs_code_is_not_built_in(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    vision = parts.vision(tmp_path / "vision")
+    language = parts.language(tmp_path / "language")
     foreign("config.json", "AutoConfig", model_type="evil")(Path(language))
     words = ["--vision", vision, "--language", language, "--output", tmp_path / "out"]
     assert "needs code that comes with it, which is not run" in stopped("build", *words)
@@ -390,7 +392,8 @@ def index(folder: Path, weight_map) -> Path:
     return folder
 
 
-ONE, TWO = "a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"
+ONE = "a-00001-of-00002.safetensors"
+TWO = "a-00002-of-00002.safetensors"
 
 
 def test_weights_are_those_of_the_index_unless_one_file_has_them(tmp_path):

@@ -67,7 +67,8 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
     results = json.loads(client.stdout.splitlines()[-1])
     assert results["rows"] == [["user/tiny.data", *numbers] for numbers in ([0, 1], [1, 0], [0, 0])]
     assert results["datasets"] == ["user/tiny.data"] * 2
-    red, blue = [255, 0, 0], [0, 0, 255]
+    red = [255, 0, 0]
+    blue = [0, 0, 255]
     for name in ("folder", "zipped"):
         assert results[f"user/{name}"] == [[red, blue], [red, blue], [blue, red]], name
     reasons = {"absolute": "leaves the cache of the Hub", "relative": "set image_folder"}

@@ -33,7 +33,8 @@ def chat(*turns: str) -> str:
     """A conversation as the template prints it, from its turns; "S:" begins a system turn."""
     roles = ("user", "assistant") * len(turns)
     if turns[0].startswith("S:"):
-        turns, roles = (turns[0][2:], *turns[1:]), ("system", *roles)
+        turns = (turns[0][2:], *turns[1:])
+        roles = ("system", *roles)
     return "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n".replace("]]<|im_end|>", "<|im_end|>]]")
         for role, text in zip(roles, turns, strict=False)
@@ -42,7 +43,10 @@ def chat(*turns: str) -> str:
 
 def by_hand(processor, marked: str) -> tuple[list[int], list[int]]:
     """Ids and labels of a marked text: one token a letter, and one for each special token."""
-    vocabulary, ids, labels, learned = processor.tokenizer.get_vocab(), [], [], False
+    vocabulary = processor.tokenizer.get_vocab()
+    ids = []
+    labels = []
+    learned = False
     for piece in re.findall(r"\[\[|\]\]|\{4\}|<\|im_\w+\|>|.", marked, re.S):
         if piece in ("[[", "]]"):
             learned = piece == "[["
@@ -63,9 +67,11 @@ def check(processor, path, *marked, **options):
     return data
 
 
-KITE, PAIR = {"image": "red.png"}, {"user": "Q", "assistant": "A"}
+KITE = {"image": "red.png"}
+PAIR = {"user": "Q", "assistant": "A"}
 TEXT = {"type": "text", "text": "Q"}
-CAT_OR_DOG, LISTED = {"question": "Which?", "choices": ["cat", "dog"]}, "Which?\nA. cat\nB. dog"
+CAT_OR_DOG = {"question": "Which?", "choices": ["cat", "dog"]}
+LISTED = "Which?\nA. cat\nB. dog"
 OF_SEVERAL = "of several {}, the commonest is learned, or the first of equals"
 EXAMPLES = {
     # 1: messages that their author excludes
@@ -323,7 +329,8 @@ def test_captions_of_coco(processor, tmp_path, caplog):
         read(file, processor)
 
 
-ONE, OTHER = llava("Q", "A"), llava("R", "B")
+ONE = llava("Q", "A")
+OTHER = llava("R", "B")
 
 
 def test_a_file_with_rows_inside_is_read_or_written_anew_as_its_error_says(processor, tmp_path):
@@ -346,7 +353,8 @@ def test_a_file_with_rows_inside_is_read_or_written_anew_as_its_error_says(proce
 
 
 def test_shards_have_other_files_and_tables_beside_them(processor, tmp_path, caplog):
-    folder, photo = tmp_path / "img2dataset", image_bytes("red", form="JPEG")
+    folder = tmp_path / "img2dataset"
+    photo = image_bytes("red", form="JPEG")
     shard(folder / "00000.tar", {"1.jpg": photo, "1.txt": "A kite.", "1.json": {"url": "u"}})
     (folder / "00000_stats.json").write_text("{}")
     Dataset.from_list([{"url": "u", "caption": "A kite."}]).to_parquet(folder / "00000.parquet")

@@ -39,7 +39,8 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
 
 @pytest.mark.parametrize("how", ["relative", "absolute", "link"])
 def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, how):
-    folder, state = tmp_path / "data", tmp_path / "data" / "state.json"
+    folder = tmp_path / "data"
+    state = tmp_path / "data" / "state.json"
     parquet_data(ROWS).save_to_disk(str(folder))
     assert len(list(open_source(DataSource(str(folder)), False))) == 3
     content = json.loads(state.read_text())

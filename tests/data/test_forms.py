@@ -19,7 +19,8 @@ from normalign_llava.diagnose.data import load_samples
 
 DOCS = (paths.DOCS / "data.md").read_text()
 EXAMPLES = re.findall(r"```(json|csv|python)(?: (\S+))?\n(.*?)```", DOCS, re.DOTALL)
-QUESTION, ANSWER = "What is flying?", "A red kite."
+QUESTION = "What is flying?"
+ANSWER = "A red kite."
 
 
 def said(row) -> list[tuple[str, str]]:

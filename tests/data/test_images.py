@@ -164,7 +164,8 @@ def test_links_are_followed_in_the_folder(tmp_path):
 
 def test_listed_folders_allow_what_looking_at_each_file_allows(tmp_path, monkeypatch):
     """Plain files are not looked at one by one; all else is judged as it was."""
-    folder, outside = tmp_path / "images", tmp_path / "images-private"
+    folder = tmp_path / "images"
+    outside = tmp_path / "images-private"
     for place in (folder / "sub", folder / "many", outside):
         place.mkdir(parents=True)
         (place / "plain.png").write_bytes(b"x")
@@ -295,7 +296,8 @@ def test_an_image_of_pillow_is_kept_when_its_file_changes(tmp_path):
 
 
 def test_the_bytes_of_an_image_are_not_taken_from_its_path():
-    red, blue = image_bytes("red", (64, 64)), image_bytes("blue", (64, 64))
+    red = image_bytes("red", (64, 64))
+    blue = image_bytes("blue", (64, 64))
     in_text = base64.b64encode(blue).decode()
     for value in (red, {"bytes": red}, {"path": in_text, "bytes": red}, {"path": "", "bytes": red}):
         assert ImageRules("/images").image(value) == {"path": None, "bytes": red}

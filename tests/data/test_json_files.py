@@ -35,7 +35,8 @@ def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path):
 
 
 def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path):
-    file, values = tmp_path / "data.jsonl", [{"a": 1}, {"b": "x"}]
+    file = tmp_path / "data.jsonl"
+    values = [{"a": 1}, {"b": "x"}]
     for indent in (None, 2):
         file.write_text(json.dumps(values, indent=indent), encoding="utf-8-sig")
         assert rows(file) == values

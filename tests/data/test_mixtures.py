@@ -326,7 +326,8 @@ def test_a_row_that_is_repeated_is_trained_on_or_held_out(load, tmp_path):
     few, many = sources(tmp_path, few=8, many=24)
     listed = [few | {"repeat": 3}, many]
     data = load(None, datasets=listed, with_eval=True, test_split_size=0.25)
-    trained, out = Counter(answers(data.train)), Counter(answers(data.eval))
+    trained = Counter(answers(data.train))
+    out = Counter(answers(data.eval))
     assert trained.keys() | out.keys() == {*(f"few{n}" for n in range(8))} | {
         *(f"many{n}" for n in range(24))
     }
@@ -423,7 +424,8 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     mixed = sources(tmp_path, 1, a=30, b=10)
     data = load(None, datasets=mixed, with_eval=True, test_split_size=0.25)
     first, second, held = data.report.sources
-    trained, out = answers(data.train), answers(data.eval)
+    trained = answers(data.train)
+    out = answers(data.eval)
     assert [first.used, second.used] == [sum(text[0] == name for text in trained) for name in "ab"]
     assert first.used + second.used == 15 and first.valid == 30 and len({*trained, *out}) == 20
     assert (held.source, held.found, held.used) == ("held out of training", 5, 5)
@@ -434,7 +436,8 @@ def test_images_of_held_out_rows_are_decoded_first(load, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "MANY_ROWS", 20)  # fewer are opened of training rows, none of these
     bad = sorted({*range(100)} - {*np.random.default_rng(0).choice(100, 20, replace=False)})[::3]
     path = with_broken(tmp_path / "data", "json", 100, bad)
-    other, held_out = write_json(tmp_path / "other", mixed_rows()), {"eval_dataset_name": str(path)}
+    other = write_json(tmp_path / "other", mixed_rows())
+    held_out = {"eval_dataset_name": str(path)}
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
     for trained, options in ((other, held_out), (path, {"test_split_size": 0.5})):
         with pytest.raises(ValueError, match="row [0-9]+: .* truncated"):

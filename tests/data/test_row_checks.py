@@ -237,7 +237,8 @@ def test_processes_check_rows_that_follow_each_other(monkeypatch):
 def test_what_other_processes_found_is_among_the_problems(monkeypatch):
     found = {7: ("b.png", "it is broken")}
     monkeypatch.setattr(checks, "gather_object", lambda own: [*own, *found.items()])
-    images, paths = lambda few: [[inside("red")] for _ in few], lambda few: [[] for _ in few]
+    images = lambda few: [[inside("red")] for _ in few]
+    paths = lambda few: [[] for _ in few]
     assert checks.image_problems(images, 3, "data", ImageRules()) == found
     assert checks.unopened_image_problems(paths, 3, ImageRules()) == found
 

@@ -32,15 +32,18 @@ from normalign_llava.data.rows.values import (
 
 NAN = float("nan")
 RULES = ImageRules("/images")
-TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]
-TEXT, IMAGE = {"type": "text", "text": "Q"}, {"type": "image", "image": "a.png"}
+TURNS = llava("Q", "A")["conversations"]
+QA = [user("Q"), assistant("A")]
+TEXT = {"type": "text", "text": "Q"}
+IMAGE = {"type": "image", "image": "a.png"}
 PAIR = {"user": "Q", "assistant": "A"}
 
 
 def said(raw) -> list[str]:
     """The turns of a parsed row: an image is {}, and what is learned is in brackets."""
     row = parse_row(raw, RULES)
-    learned, turns = iter(row["learned"]), []
+    learned = iter(row["learned"])
+    turns = []
     for message in row["messages"]:
         text = "".join(
             "{}" if part["text"] is None else part["text"] for part in message["content"]

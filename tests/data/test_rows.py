@@ -163,7 +163,8 @@ def test_several_captions_and_answers_are_told_of():
     assert "--columns captions=COLUMN" in changed(caption="['A', 'B']")[0]
 
 
-TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]
+TURNS = llava("Q", "A")["conversations"]
+QA = [user("Q"), assistant("A")]
 BAD = [
     (llava("<image><image>Q", "A", "a.png"), "2 <image> or image parts for 1 images"),
     ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
@@ -237,7 +238,8 @@ def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text():
 
 def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):
     file = DroppedRows(tmp_path / "run" / "dropped_rows.jsonl")
-    one, two = DroppedRow("b.json", 5, "a.png", "why"), DroppedRow("a.json", 7, None, "9 tokens", 9)
+    one = DroppedRow("b.json", 5, "a.png", "why")
+    two = DroppedRow("a.json", 7, None, "9 tokens", 9)
     for row in (one, two, one):
         file.add(row)
     assert file.read() == [two, one]
@@ -304,7 +306,8 @@ def normalizing_tokenizer():
     ],
 )
 def test_tokens_of_pieces_are_those_of_the_whole_text(tokenizer):
-    made, random = tokenizer(), Random(0)
+    made = tokenizer()
+    random = Random(0)
     special = [token.content for token in made.added_tokens_decoder.values() if token.special]
     words = [
         *special,

@@ -29,7 +29,8 @@ def shard(path, files: dict, links=()):
             archive.addfile(member, io.BytesIO(content))
         for name, target, kind in links:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, target
+            member.type = kind
+            member.linkname = target
             archive.addfile(member)
     return path
 

@@ -83,7 +83,8 @@ def test_images_of_a_folder_without_rows(tmp_path):
 
 def test_files_of_rows_in_one_object(tmp_path):
     file = tmp_path / "rows.json"
-    caption, row = {"caption": "A", "image": "a.png"}, {"a": 1}
+    caption = {"caption": "A", "image": "a.png"}
+    row = {"a": 1}
     for content, expected in (
         (caption, [caption]),
         ({"rows": [row, row], "tags": ["x"], "empty": []}, [row, row]),

@@ -172,7 +172,8 @@ def test_rows_of_several_sources_are_read_together_and_in_their_places(processor
     paths = [write_json(tmp_path / name, rows[start::2]) for start, name in enumerate("ab")]
     sources = tuple(source.open_source(DataSource(str(path)), streaming=False) for path in paths)
     reader = table.RowReader(sources)
-    parts, indices = [0, 1, 1, 0, 0, 1], [7, 14, 0, 2, 2, 3]
+    parts = [0, 1, 1, 0, 0, 1]
+    indices = [7, 14, 0, 2, 2, 3]
     read_together = reader({"part": parts, "index": indices, "row": indices})
     found = [messages[1]["content"][0]["text"] for messages in read_together["messages"]]
     assert found == [str(2 * index + part) for part, index in zip(parts, indices, strict=True)]
@@ -239,7 +240,8 @@ def stored_paths(cache, start: str) -> list[str]:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_is_collected_while_rows_are_checked(processor, tmp_path, monkeypatch, enabled):
-    seen, facts = [], table._facts
+    seen = []
+    facts = table._facts
 
     def watched(*args, **kwargs):
         seen.append(gc.isenabled())

@@ -20,7 +20,8 @@ from normalign_llava.diagnose.data import load_samples
 def archive(tmp_path):
     """`sub/red.png` stored, `blue.png` deflated, and `link.png`, a link to the first."""
     link = zipfile.ZipInfo("link.png")
-    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    link.create_system = 3
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(tmp_path / "images.zip", "w") as file:
         file.writestr("sub/red.png", image_bytes("red"))
         file.writestr("blue.png", image_bytes("blue"), zipfile.ZIP_DEFLATED)

@@ -27,7 +27,8 @@ def ask(model, batch, **kwargs):
 
 def alone(name, batch):
     """The second sequence of a family's batch, without padding."""
-    kept, pixels = batch["attention_mask"][1].bool(), batch["pixel_values"]
+    kept = batch["attention_mask"][1].bool()
+    pixels = batch["pixel_values"]
     one = {key: value[1:] for key, value in batch.items()}
     one |= {key: value[:, kept] for key, value in one.items() if value.shape[:2] == (1, len(kept))}
     if "image_grid_thw" in batch:
@@ -47,7 +48,9 @@ def reference(model, batch, no_text=NO_TEXT):
     attended = batch["attention_mask"][0].tolist()
     visual = [i for i, token in enumerate(ids) if token == IMAGE]
     asking = [i for i in range(visual[-1] + 1, len(ids)) if attended[i] and ids[i] not in no_text]
-    maps, shares, entropies = [], [], []
+    maps = []
+    shares = []
+    entropies = []
     for attention in attentions:
         heads = attention[0].double().tolist()
         if not any(head[asking[-1]][visual[0]] for head in heads):
@@ -90,12 +93,14 @@ def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
     model, batch = make("qwen2_5_vl")
     batch = alone("qwen2_5_vl", batch)
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    decoder, during = model.get_decoder(), []
+    decoder = model.get_decoder()
+    during = []
 
     def state():
         return {key: config._attn_implementation for key, config in configs.items()}
 
-    before, hooks = state(), sum(len(module._forward_hooks) for module in model.modules())
+    before = state()
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
     with decoder.layers[0].register_forward_hook(lambda *call: during.append(state())):
         ask(model, batch)
     changed = id(decoder.config)
@@ -133,7 +138,8 @@ def test_several_images_tiles_and_frames_form_no_grid_even_of_a_square_number():
 
 @pytest.mark.parametrize("family", ["aria", "idefics2"])
 def test_learned_queries_form_no_grid(family):
-    model, batch = tiny.llava(), tiny.inputs()
+    model = tiny.llava()
+    batch = tiny.inputs()
     assert ask(model, batch).grid == (2, 2)
     model.config.model_type = family  # whose visual tokens are learned queries
     measured = ask(model, batch)
@@ -146,7 +152,8 @@ def test_a_single_visual_token_has_even_attention():
 
 
 def test_several_images_are_taken_together():
-    model, batch = tiny.model(), tiny.inputs(images=3)
+    model = tiny.model()
+    batch = tiny.inputs(images=3)
     ids = batch["input_ids"]  # of which words between two images do not ask
     batch["input_ids"] = torch.cat([ids[:, :5], ids[:, -2:], ids[:, 5:-2]], dim=1)
     measured = ask(model, batch)
@@ -156,7 +163,8 @@ def test_several_images_are_taken_together():
 
 @pytest.mark.parametrize("padding", [(3, 0), (0, 3)])
 def test_padding_and_special_tokens_do_not_ask(padding):
-    model, batch = tiny.model(), tiny.inputs(text=6)
+    model = tiny.model()
+    batch = tiny.inputs(text=6)
     for name in ("input_ids", "attention_mask"):
         batch[name] = torch.nn.functional.pad(batch[name], padding)
     special = {batch["input_ids"][0, -4].item()}
@@ -168,7 +176,8 @@ def test_padding_and_special_tokens_do_not_ask(padding):
 def test_layers_whose_window_ends_within_the_image_are_left_out(window, layers):
     options = dict(sliding_window=window, layer_types=["full_attention", "sliding_attention"])
     text = tiny.text_config(cls=Qwen2Config, use_sliding_window=True, **options)
-    model, batch = tiny.model(text=text), tiny.inputs()  # the image at 1 to 4, text at 5 to 9
+    model = tiny.model(text=text)
+    batch = tiny.inputs()  # the image at 1 to 4, text at 5 to 9
     measured = ask(model, batch)
     assert measured.layers == layers
     assert_as_the_reference(measured, reference(model, batch))

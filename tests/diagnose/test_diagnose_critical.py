@@ -19,12 +19,14 @@ from normalign_llava.diagnose.critical import Updates, measure_updates, updates_
 
 
 TEXTS = ("hello there, how are you", "the answer is no", "one")
-SIZES, ANGLES = [40.0, 12.0, 25.0, 300.0], [1.6, 1.2, 1.9, 0.4]
+SIZES = [40.0, 12.0, 25.0, 300.0]
+ANGLES = [1.6, 1.2, 1.9, 0.4]
 
 
 def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Kahan's formula, which keeps its precision near 0 and pi."""
-    first, second = first / first.norm(), second / second.norm()
+    first = first / first.norm()
+    second = second / second.norm()
     return 2 * torch.atan2((first - second).norm(), (first + second).norm())
 
 
@@ -91,7 +93,8 @@ def test_a_revision_and_trust_are_passed_on(monkeypatch):
 
 def test_a_single_layer_counts_although_it_is_the_last():
     updates = Updates(3.0, SIZES[:1], ANGLES[:1])
-    (at_90,), (of_text,) = updates.rotation(90.0), updates.rotation(3.0)
+    (at_90,) = updates.rotation(90.0)
+    (of_text,) = updates.rotation(3.0)
     assert updates.relative_rotation(90.0) == pytest.approx(at_90 / of_text)
 
 
@@ -147,7 +150,8 @@ def test_updates_are_differences_of_hidden_states(tmp_path, cls):
 def test_a_language_model_alone_and_in_a_vlm_measure_the_same(tmp_path):
     tiny_parts.language(tmp_path / "language")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "language")
-    tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_bos_token = True
     tokenizer.save_pretrained(tmp_path / "language")
     tiny_parts.vision(tmp_path / "vision")
     build_checkpoint(str(tmp_path / "vision"), str(tmp_path / "language"), tmp_path / "built")

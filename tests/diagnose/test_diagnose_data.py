@@ -27,11 +27,13 @@ def drawn(loaded: Samples) -> dict[str, str]:
 
 def test_a_folder_of_images_with_questions(tmp_path, caplog):
     """Images in folders that `datasets` would take for splits, with questions about some."""
-    folder, files = tmp_path / "mine", ("test_red.png", "train/green.png", "train/blue.png")
+    folder = tmp_path / "mine"
+    files = ("test_red.png", "train/green.png", "train/blue.png")
     folder.mkdir()
     train_data.images(folder, "red.png", *files[1:], "white.png")
     (folder / "red.png").rename(folder / "test_red.png")
-    metadata, questions = folder / "metadata.jsonl", {file: f"Is it {file}?" for file in files}
+    metadata = folder / "metadata.jsonl"
+    questions = {file: f"Is it {file}?" for file in files}
     rows = [json.dumps({"file_name": file, "question": questions[file]}) for file in files]
     metadata.write_text("\n".join(rows))
     loaded = load_samples(str(folder), 3)

@@ -58,7 +58,8 @@ def expected_start(model):
 def test_against_hand_computation(kind):
     model = moved(tiny.model(projector_norm=kind))
     norm = model.model.multi_modal_projector.norm
-    gain, start = norm.weight.detach().double().tolist(), expected_start(model)
+    gain = norm.weight.detach().double().tolist()
+    start = expected_start(model)
     stored = torch.tensor(start, dtype=torch.float32).item()
     expected = {"l2": math.hypot(*gain), "mean_abs": fmean(map(abs, gain)), "start": start}
     expected["distance"] = math.hypot(*(value - stored for value in gain))

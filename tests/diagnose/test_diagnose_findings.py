@@ -120,7 +120,8 @@ def test_claims_whose_numbers_are_missing_are_not_measured():
 
 @pytest.mark.parametrize("changes", [{"asymmetry": None}, {"log_norm": {}}])
 def test_what_is_missing_of_one_of_two_models_is_not_compared(changes):
-    ours, base = diagnosed(1.0, "layer_norm", "ours"), diagnosed(model="base")
+    ours = diagnosed(1.0, "layer_norm", "ours")
+    base = diagnosed(model="base")
     assert by_claim(ours, base)["nearness"][0] != "not measured"
     for pair in ((without(ours, **changes), base), (ours, without(base, **changes))):
         assert by_claim(*pair)["nearness"][0] == "not measured"
@@ -148,8 +149,10 @@ def test_without_n_text_the_ratio_to_text_in_the_data_stands_in_the_verdict():
 
 
 def test_claims_are_checked_on_the_model_without_the_norm():
-    ours, base = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
-    ours, base = with_rotation(ours, 0.9), with_rotation(base, 0.4)
+    ours = diagnosed(1.02, "layer_norm", "ours")
+    base = diagnosed(model="base")
+    ours = with_rotation(ours, 0.9)
+    base = with_rotation(base, 0.4)
     numbers = ("1.02 ×", "instead of 37.0 ×", "0.900 ×", "instead of 0.400 ×")
     _, problems, compared = verdict(ours, base)
     assert all(number in compared for number in numbers) and "Compared with base," in compared
@@ -180,7 +183,8 @@ def test_claims_are_checked_on_the_model_without_the_norm():
 def test_claims_of_a_pair_that_does_not_differ_by_the_norm_are_the_model_s(
     norm, of_other, decoder, compared
 ):
-    ours, other = diagnosed(norm=norm, model="ours"), diagnosed(norm=of_other, model="other")
+    ours = diagnosed(norm=norm, model="ours")
+    other = diagnosed(norm=of_other, model="other")
     checked = by_claim(ours, other)
     assert all(sentence.startswith("ours: ") for _, sentence in checked.values())
     assert checked["decoder"][0] == decoder
@@ -221,7 +225,8 @@ def updates(**changes: tuple[float, float, float]) -> Report:
 
 def test_the_claim_on_updates_leaves_the_last_layer_out():
     """It prepares the prediction: sizes 40 times text's there, and another angle, do not count."""
-    size, angle = (0.0, math.log(1.2), math.log(40)), (1.5, 1.6, 3.0)
+    size = (0.0, math.log(1.2), math.log(40))
+    angle = (1.5, 1.6, 3.0)
     outcome, sentence = by_claim(updates(log_update=size, update_angle=angle))["updates"]
     assert outcome == "agrees" and "a factor of 1.20, angles by 5.73 degrees" in sentence
     size = (0.0, math.log(1.3), 0.0)  # the same in the last layer alone
@@ -267,8 +272,10 @@ def nearing(factor: float, asymmetry: float, error: float = 0.01, **changes) -> 
     ],
 )
 def test_both_norms_and_rotations_must_be_nearer(factors, rotations, outcome):
-    (factor_before, factor), (before, now) = factors, rotations
-    base, ours = nearing(factor_before, before), nearing(factor, now, norm="layer_norm")
+    (factor_before, factor) = factors
+    (before, now) = rotations
+    base = nearing(factor_before, before)
+    ours = nearing(factor, now, norm="layer_norm")
     found, sentence = by_claim(ours, base)["nearness"]
     assert found == outcome
     # Over four states, of which the last differ by nothing.
@@ -282,7 +289,8 @@ def test_both_norms_and_rotations_must_be_nearer(factors, rotations, outcome):
 )
 def test_the_errors_of_both_rotations_count_relative_to_them(error_before, error, outcome):
     """2.5 times nearer, less twice 2.5 * hypot(error_before / 0.4, error), is to be 1.11."""
-    base, ours = nearing(8.0, 0.4, error_before), nearing(1.1, 1.0, error, norm="layer_norm")
+    base = nearing(8.0, 0.4, error_before)
+    ours = nearing(1.1, 1.0, error, norm="layer_norm")
     assert by_claim(ours, base)["nearness"][0] == outcome
 
 
@@ -358,9 +366,11 @@ def test_focus_must_matter_and_be_significant(ours, outcome):
 
 
 def test_focus_is_not_compared_if_one_of_the_questions_is_another():
-    new, old = entropies([0.80, 0.82, 0.81]), entropies([0.90, 0.90, 0.90])
+    new = entropies([0.80, 0.82, 0.81])
+    old = entropies([0.90, 0.90, 0.90])
     old[1] = replace(old[1], question="Is it another?")
-    ours, theirs = diagnosed(1.0, "layer_norm", "ours", attention=new), diagnosed(attention=old)
+    ours = diagnosed(1.0, "layer_norm", "ours", attention=new)
+    theirs = diagnosed(attention=old)
     assert by_claim(ours, theirs)["focus"][0] == "not measured"
     same = replace(theirs, attention=entropies([0.90, 0.90, 0.90]))
     sentence = by_claim(ours, same)["focus"][1]
@@ -526,7 +536,8 @@ def test_the_stored_report_is_what_today_s_code_writes():
 def test_docs_and_diagnosis_say_the_same_of_the_quickstart_s_model():
     """docs/quickstart.md: without the norm it does not have the paper's problem."""
     content = json.loads(STORED.read_text(encoding="utf-8"))
-    report, against = report_of(content["report"]), report_of(content["against"])
+    report = report_of(content["report"])
+    against = report_of(content["against"])
     docs = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     assert "does not have the paper's problem" in docs
     for model in (report, against):

@@ -51,7 +51,8 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
     assert type(handle.processor).__name__ == vlm_processors.FOLDERS[name][0]
     images = [training.image(0, size) for size in ((32, 16), (16, 24), (16, 16))]
     samples = [Sample("one", "what is it?", {"bytes": image, "path": None}) for image in images]
-    model, inputs = handle.load(), list(batches(handle.processor, samples, 2))
+    model = handle.load()
+    inputs = list(batches(handle.processor, samples, 2))
     placeholders = sum(int((batch["input_ids"] == vlm_families.IMAGE).sum()) for batch in inputs)
     seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
     newlines = seen.newline.count if seen.newline else 0
@@ -81,7 +82,8 @@ def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
     options = dict(use_cpu=not torch.cuda.is_available(), use_peft=True, load_in_4bit=True)
     options |= dict(bf16=dtype == torch.bfloat16, dtype=str(dtype).removeprefix("torch."))
     trained = training.trainer(tmp_path / "trained", checkpoint, **options).model.get_base_model()
-    expected, handle = layers_in_4_bits(trained), resolve_model(str(checkpoint))
+    expected = layers_in_4_bits(trained)
+    handle = resolve_model(str(checkpoint))
     decoder = handle.load().model.language_model
     linear = [name for name, layer in decoder.named_modules() if isinstance(layer, torch.nn.Linear)]
     assert expected == {f"model.language_model.{name}": ("nf4", True, dtype) for name in linear}

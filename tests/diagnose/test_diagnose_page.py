@@ -77,7 +77,8 @@ def test_kinds_of_token_that_do_not_occur_are_not_drawn():
 
 
 def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has():
-    ours, baseline = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
+    ours = diagnosed(1.02, "layer_norm", "ours")
+    baseline = diagnosed(model="base")
     special = Moments(0.0, 0.0, 4)  # which a logarithmic axis cannot show
     reports = [
         replace(report, interface=replace(report.interface, special=special))
@@ -108,7 +109,8 @@ def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has()
 
 
 def test_the_interface_leaves_out_what_a_logarithm_or_a_model_lacks():
-    ours, baseline = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
+    ours = diagnosed(1.02, "layer_norm", "ours")
+    baseline = diagnosed(model="base")
     changes = {"special": Moments(2.0, math.nan, 4), "vocabulary": Moments(2.0, 0.1, 9)}
     ours = replace(ours, interface=replace(ours.interface, **changes))
     baseline = replace(baseline, interface=replace(baseline.interface, special=None))
@@ -175,7 +177,8 @@ def test_dynamics_show_each_step_of_the_models_that_recorded_them():
 
 
 def test_layers_show_the_reports_numbers():
-    ours, baseline = diagnosed(1.0, model="same", layers=5), diagnosed(30.0, model="same", layers=7)
+    ours = diagnosed(1.0, model="same", layers=5)
+    baseline = diagnosed(30.0, model="same", layers=7)
     models = shown(ours, baseline)
     sketches = {"norm": (norms, 1), "cosine": (cosine, 1), "rotation": (rotation, 180 / math.pi)}
     for quantity, (sketch, factor) in sketches.items():
@@ -241,7 +244,8 @@ def test_each_question_is_drawn_with_its_own_maps(images):
     others = [
         attention_of(f"{sharp}?", 5, (3, 4), "image.png", sharp=2 * sharp) for sharp in sharps
     ]
-    ours, baseline = diagnosed(attention=asked), diagnosed(attention=others[:2])
+    ours = diagnosed(attention=asked)
+    baseline = diagnosed(attention=others[:2])
     first, third = attention(shown(ours, baseline), images)
     assert [drawing.file for _, drawing in (first, third)] == ["attention_1.png", "attention_3.png"]
     assert "1.0?" in first[0].get_suptitle() and "9.0?" in third[1].caption
@@ -257,7 +261,8 @@ def test_names_fit_and_can_be_drawn():
     assert len(short) <= 7 and short.startswith("01") and short.endswith("89") and "…" in short
     assert drawable("$5 是\n") == r"\$5 \u662f\n"
     assert drawable("soft\xadhyphen") == r"soft\xadhyphen"  # which the font has
-    ours, baseline = diagnosed(model="o" * 50), diagnosed(model="是")
+    ours = diagnosed(model="o" * 50)
+    baseline = diagnosed(model="是")
     assert [(each.label, each.baseline) for each in shown(ours, baseline)] == [
         (r"\u662f (baseline)", True),
         (elide("o" * 50, 30), False),
@@ -292,7 +297,8 @@ def test_a_logarithmic_axis_has_ticks_between_powers_of_ten_if_it_is_short():
 @pytest.mark.parametrize("kind", ["clip", "dinov2", "siglip"])
 def test_the_image_is_shown_as_the_model_received_it(kind):
     image = Image.linear_gradient("L").rotate(90).resize((32, 16)).convert("RGB")
-    whole, cropped = image.resize((16, 16), Image.Resampling.BICUBIC), image.crop((8, 0, 24, 16))
+    whole = image.resize((16, 16), Image.Resampling.BICUBIC)
+    cropped = image.crop((8, 0, 24, 16))
     image_processor = tiny_parts.image_processor(kind)
     tokenizer = tiny_parts.tokenizer(extra=("<image>",))
     processor = LlavaProcessor(image_processor, tokenizer, image_token="<image>")

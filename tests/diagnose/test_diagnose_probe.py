@@ -38,7 +38,9 @@ def test_every_number_equals_the_reference(family):
     model, batch = vlm_families.make(family)
     _, other = vlm_families.make(family, seed=1)
     report = probe(model, [batch, other], tokenizer=tokenizer())
-    norms, depth, expected = report.interface, report.depth, reference(model, [batch, other])
+    norms = report.interface
+    depth = report.depth
+    expected = reference(model, [batch, other])
     assert report.samples == len(batch["input_ids"]) + len(other["input_ids"])
     for kind, tokens in expected.items():
         assert report.tokens[kind] == len(tokens), kind
@@ -59,7 +61,8 @@ def test_every_number_equals_the_reference(family):
     assert first.asymmetry_error is None
 
     assert report.projector in dict(model.named_modules()) and norms.projector_output is not None
-    encoded, words = [], []
+    encoded = []
+    words = []
     for one in (batch, other):
         takes = {name: value for name, value in one.items() if name.startswith(("pixel", "image_"))}
         with torch.no_grad():
@@ -108,7 +111,8 @@ def test_the_model_is_left_as_it_was_found():
         before = model(**batch).logits
     decoder = model.train().get_decoder()
     decoder.layers[0].eval()
-    modes, during = [module.training for module in model.modules()], []
+    modes = [module.training for module in model.modules()]
+    during = []
     with decoder.norm.register_forward_hook(lambda *call: during.append(call[-1])):
         probe(model, [batch])
     assert during and not any(states.requires_grad for states in during)
@@ -148,7 +152,8 @@ def test_models_in_bfloat16_in_four_bits_offloaded_and_with_adapters(tmp_path):
 
 def test_sequences_without_text_or_without_an_image():
     model, batch = vlm_families.make("llava")
-    ids, words = torch.tensor([[1, *[IMAGE] * 4]]), {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    ids = torch.tensor([[1, *[IMAGE] * 4]])
+    words = {"input_ids": torch.tensor([[1, 5, 6, 7]])}
     alone = {"input_ids": ids, "pixel_values": batch["pixel_values"][:1]}
     report = probe(model, [alone])
     norms = report.interface
@@ -339,7 +344,8 @@ def test_labels_and_the_cache_are_left_out_and_a_processor_names_its_tokenizer_s
 def test_ids_of_a_configuration_are_those_of_its_token_fields():
     config = tiny.config()
     known = boundary_ids(config)
-    config.video_token_index, config.own_token_ids = 71, [72, None, "x"]
+    config.video_token_index = 71
+    config.own_token_ids = [72, None, "x"]
     config.flag_token_id = "none"
     assert boundary_ids(config) - known == {71, 72} and IMAGE not in known
 
@@ -385,7 +391,10 @@ def close(measured: Moments, values, rel=1e-6):
 
 def reference(model, batches):
     """Tokens by kind, as dicts of lists over layers, from all states and plain formulas."""
-    tokens, inputs, outputs, finals = {}, [], [], []
+    tokens = {}
+    inputs = []
+    outputs = []
+    finals = []
     newline = dict(model.base_model.named_parameters(recurse=False)).get("image_newline")
     if newline is not None:
         scale = getattr(model.config.text_config, "embedding_multiplier", 1)

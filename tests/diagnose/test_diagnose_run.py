@@ -53,7 +53,8 @@ def images(folder):
 @pytest.fixture(scope="module")
 def compared(root):
     """Ours, as training leaves it, against the baseline; and the model's files before."""
-    model, baseline = root / "ours" / "model", str(root / "none" / "model")
+    model = root / "ours" / "model"
+    baseline = str(root / "none" / "model")
     steps = [{"step": step, "visual": [step / 20, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
     (model / "dynamics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     before = hashes(model)
@@ -89,11 +90,14 @@ def cli(*arguments):
 
 
 def test_the_report_holds_what_the_api_returned(compared):
-    diagnosis, content = compared[0], stored(compared[0].folder)
+    diagnosis = compared[0]
+    content = stored(compared[0].folder)
     assert content["schema_version"] == report.SCHEMA_VERSION == 2
     finite = json.loads(json.dumps(asdict(diagnosis), default=str), parse_constant=lambda _: None)
     assert finite.pop("folder") == str(diagnosis.folder) and content == {**content, **finite}
-    provenance, ours, none = content["provenance"], diagnosis.report, diagnosis.against
+    provenance = content["provenance"]
+    ours = diagnosis.report
+    none = diagnosis.against
     assert provenance["first question"] == ours.attention[0].question
     assert provenance["torch"] == version("torch") and provenance["samples asked for"] == "6"
     assert not [name for name in provenance if "revision" in name]  # of folders
@@ -147,7 +151,8 @@ def test_dynamics_that_training_did_not_write_are_named(tmp_path, line):
 
 
 def test_where_a_diagnosis_is_written_and_how_its_models_are_opened(tmp_path, monkeypatch):
-    opened, folders = [], []
+    opened = []
+    folders = []
 
     def resolve(model, **options):
         opened.append((model, options))
@@ -181,7 +186,8 @@ def measured(model, data, images, count=4, **loading):
 
 
 def test_where_attention_fails_the_questions_before_are_kept(root, tmp_path, monkeypatch):
-    asked, measure = [], run.attention_maps
+    asked = []
+    measure = run.attention_maps
 
     def maps(*args, **options):
         asked.append(options["question"])
@@ -228,7 +234,8 @@ def test_the_command_in_another_process_writes_the_same_bytes_without_trl(
 
 
 def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone, root, tmp_path):
-    folder, bad = tmp_path / "diagnostics", tmp_path / "bad"
+    folder = tmp_path / "diagnostics"
+    bad = tmp_path / "bad"
     shutil.copytree(alone.folder, folder)
     first = hashes(folder)
     images(bad)
@@ -245,7 +252,8 @@ def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone,
 
 
 def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root, tmp_path):
-    model, notes = tmp_path / "model", tmp_path / "notes"
+    model = tmp_path / "model"
+    notes = tmp_path / "notes"
     ignored = shutil.ignore_patterns("*.safetensors", "diagnostics")
     shutil.copytree(root / "llava", model, ignore=ignored)
     shutil.copytree(alone.folder, notes)
@@ -267,7 +275,8 @@ def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root
 
 def test_options_reach_the_measurement_and_what_is_left_out_is_said(root, tmp_path):
     """Where but a special token comes after the image, attention cannot be measured."""
-    model, table = tmp_path / "model", tmp_path / "mine.csv"
+    model = tmp_path / "model"
+    table = tmp_path / "mine.csv"
     shutil.copytree(root / "llava", model)
     processor = AutoProcessor.from_pretrained(model)
     mark = AddedToken("?", special=True, normalized=False)  # which the configuration does not know
@@ -282,7 +291,8 @@ def test_options_reach_the_measurement_and_what_is_left_out_is_said(root, tmp_pa
     options = dict(image_folder=str(root / "images"), columns="image=path,question=asked")
     options |= dict(samples=3, seed=5, batch_size=2, dtype="bfloat16", name="mine")
     diagnosis = diagnose(str(model), data=str(table), output=tmp_path / "out", **options)
-    report, provenance = diagnosis.report, stored(tmp_path / "out")["provenance"]
+    report = diagnosis.report
+    provenance = stored(tmp_path / "out")["provenance"]
     assert (report.model, report.dtype, report.samples) == ("mine", "bfloat16", 3)
     assert report.tokens["special"] == 3
     assert report.depth.asymmetry_error is not None  # over two batches
@@ -317,7 +327,8 @@ def test_options_reach_the_measurement_and_what_is_left_out_is_said(root, tmp_pa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in float16")
 def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor, monkeypatch):
     processor(0.3, float16=5.0)
-    model, options = str(root / "half"), dict(data=str(root / "images"), samples=4)
+    model = str(root / "half")
+    options = dict(data=str(root / "images"), samples=4)
     half = LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16)
     half.save_pretrained(model)
     AutoProcessor.from_pretrained(root / "llava").save_pretrained(model)
@@ -341,6 +352,7 @@ def test_docs_name_keys_and_kinds_and_their_example_runs(compared, root, monkeyp
     (example,) = re.findall(r"```python\n(.+?)```", docs, re.DOTALL)
     monkeypatch.chdir(root / "ours")
     exec(compile(example, "report.md", "exec"), {})
-    ratio, printed = compared[0].against.interface.ratio, capsys.readouterr().out.splitlines()
+    ratio = compared[0].against.interface.ratio
+    printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"other model: visual tokens enter at {ratio:.3g} x the norm of text"
     assert len(printed) == 6 and printed[5].startswith("  layer 2: they rotate ")

@@ -37,7 +37,8 @@ def asked(checkpoint):
 
 def test_ends_and_padding_are_the_model_s_and_then_the_tokenizer_s():
     tokenizer = byte_tokenizer()
-    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    end = tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id
     own = GenerationConfig(eos_token_id=[3, end], pad_token_id=4, num_beams=3, max_new_tokens=5)
     greedy = greedy_config(own, tokenizer)
     assert (greedy.eos_token_id, greedy.pad_token_id) == ([3, end], 4)
@@ -72,7 +73,8 @@ def test_the_model_s_own_settings_come_back_also_after_an_error(asked):
 @pytest.mark.parametrize("template", [True, False])
 def test_inputs_are_padded_on_the_left(checkpoint, template):
     processor = AutoProcessor.from_pretrained(checkpoint)
-    processor.tokenizer.padding_side, processor.tokenizer.pad_token = "right", None
+    processor.tokenizer.padding_side = "right"
+    processor.tokenizer.pad_token = None
     turns = [[user_turn("Long question?", [IMAGE, IMAGE])], [user_turn("Short?", [IMAGE])]]
     expected = [f"{'<image>' * 8}Long question?", f"{'<image>' * 4}Short?"]
     if template:
@@ -125,7 +127,8 @@ def test_a_text_with_the_image_token_is_refused_in_any_turn(asked):
 
 def test_a_processor_may_have_no_token_of_its_own_for_an_image(asked):
     _, processor = asked
-    known, texts = processor.image_token, [[user_turn("<image>?")]]
+    known = processor.image_token
+    texts = [[user_turn("<image>?")]]
     try:
         for token in (None, ""):
             processor.image_token = token
@@ -161,7 +164,8 @@ def test_answers_end_with_the_model_s_positions(asked):
     model, processor = asked
     turns = [user_turn(QUESTION, [IMAGE])]
     inputs = model_inputs(processor, [turns])
-    length, positions = inputs["input_ids"].shape[1], model.config.text_config
+    length = inputs["input_ids"].shape[1]
+    positions = model.config.text_config
     positions.max_position_embeddings = length + 2
     try:
         with saying(model, processor, "A"):

@@ -39,13 +39,15 @@ def evaluated(model, data):
 
 
 def test_answers_are_those_of_generate(checkpoint, tmp_path):
-    file, tokens = tmp_path / "noise.png", ("--max-new-tokens", "12")
+    file = tmp_path / "noise.png"
+    tokens = ("--max-new-tokens", "12")
     file.write_bytes(training.image(1))
     expected = generate(checkpoint, QUESTION, Image.open(file), tokens=12)[0]
     assert ask(checkpoint, file, *tokens).stdout == expected + "\n"
 
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    targets, saved = r".*\.language_model\..*_proj", ["multi_modal_projector"]
+    targets = r".*\.language_model\..*_proj"
+    saved = ["multi_modal_projector"]
     config = LoraConfig(r=4, target_modules=targets, modules_to_save=saved)
     adapted = get_peft_model(model, config)
     torch.manual_seed(5)
@@ -217,7 +219,8 @@ def test_rows_of_data_are_asked_together_as_alone(telling, images, tmp_path):
         {"messages": messages, "images": both},
         {"image": both[0], "question": QUESTION, "answer": "7"},
     ]
-    data, output = tmp_path / "data.jsonl", tmp_path / "a.jsonl"
+    data = tmp_path / "data.jsonl"
+    output = tmp_path / "a.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["ask", str(telling), "--data", str(data), "--output", str(output)]
     command += ["--max-new-tokens", "8", "--batch-size", "2", "--dtype", "float32"]
@@ -235,7 +238,8 @@ def test_rows_of_data_are_asked_together_as_alone(telling, images, tmp_path):
 
 
 def test_words_are_images_or_the_question(images, tmp_path):
-    folder, (first, second) = images[0].parent, map(str, images)
+    folder = images[0].parent
+    (first, second) = map(str, images)
     assert read_words([first, second, "What?"]) == ([*images], "What?")
     assert read_words([first]) == ([images[0]], None)
     assert read_words(["What is kite.png?"]) == ([], "What is kite.png?")

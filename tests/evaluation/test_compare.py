@@ -46,7 +46,8 @@ def answers(share, seed, count=200):
 
 
 def test_two_models_over_the_same_questions(tmp_path):
-    theirs, ours = answers(0.5, 1), answers(0.7, 2)
+    theirs = answers(0.5, 1)
+    ours = answers(0.7, 2)
     folders = scored(tmp_path / "base", theirs), scored(tmp_path / "model", ours)
     (difference,) = compare_arms([*map(read_arm, folders)]).differences
     assert (difference.arm, difference.against, difference.questions) == ("model", "base", 200)
@@ -92,7 +93,8 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path):
 
 def test_mcnemar_by_hand():
     # 8 questions right in ours alone, 1 in theirs alone: 2 (C(9,0) + C(9,1)) / 2^9 = 20 / 512.
-    ours, theirs = np.array([1] * 8 + [0] + [1] * 5), np.array([0] * 8 + [1] + [1] * 5)
+    ours = np.array([1] * 8 + [0] + [1] * 5)
+    theirs = np.array([0] * 8 + [1] + [1] * 5)
     assert mcnemar(ours, theirs) == pytest.approx(20 / 512)
     assert mcnemar(ours, ours) == 1.0
 
@@ -107,7 +109,8 @@ def test_interval_over_seeds_by_hand():
 
 def test_interval_over_other_numbers_of_seeds_is_welch_s():
     """By hand: 4 runs of variance 1/600 and 2 of 1/50; Student's pooled interval is another."""
-    scores, reference = np.array([0.65, 0.7, 0.75, 0.7]), np.array([0.4, 0.6])
+    scores = np.array([0.65, 0.7, 0.75, 0.7])
+    reference = np.array([0.4, 0.6])
     parts = np.array([scores.var(ddof=1) / 4, reference.var(ddof=1) / 2])
     assert parts == pytest.approx([1 / 2400, 1 / 100])
     degrees = parts.sum() ** 2 / (parts**2 / [3, 1]).sum()
@@ -142,7 +145,8 @@ def test_what_differs_by_more_than_rounding_has_an_interval():
 
 
 def test_questions_that_all_differ_alike_have_no_interval():
-    ones, zeros = np.ones(10), np.zeros(10)
+    ones = np.ones(10)
+    zeros = np.zeros(10)
     assert over_questions(ones, zeros) is over_questions(ones, ones) is None
     assert over_questions(np.array([1.0]), np.array([0.0])) is None
     low, high = over_questions(np.array([1.0] * 9 + [0.0]), zeros)
@@ -214,7 +218,8 @@ def test_intervals_are_the_same_again_and_wider_at_more_confidence(tmp_path):
 
 def test_one_run_against_several_has_no_p_value_and_no_interval_over_seeds(tmp_path):
     folders = [scored(tmp_path / f"ours-{seed}", answers(0.6, seed)) for seed in range(2)]
-    ours, base = f"ours={','.join(folders)}", scored(tmp_path / "base", answers(0.5, 9))
+    ours = f"ours={','.join(folders)}"
+    base = scored(tmp_path / "base", answers(0.5, 9))
     for arms in ([base, ours], [ours, base]):
         (row,) = compare_arms([*map(read_arm, arms)]).differences
         assert row.mcnemar is row.over_seeds is None and not row.several_runs
@@ -319,7 +324,8 @@ def test_a_task_that_is_not_compared_is_named(tmp_path):
 
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):
     metrics = [Metric("acc, strict", 1.0), Metric("acc, loose", 0.5)]
-    loose, strict = {"filter": "loose", "acc": 0.5}, {"filter": "strict", "acc": 1.0, "doc_id": 0}
+    loose = {"filter": "loose", "acc": 0.5}
+    strict = {"filter": "strict", "acc": 1.0, "doc_id": 0}
     folder = evaluated(tmp_path, "math", metrics, [loose, strict])
     ((task, scores),) = read_arm(folder).runs[0].items()
     assert (task, [*scores.values()]) == ("math acc, strict", [1.0])

@@ -68,7 +68,8 @@ def alone(model, processor, text, images):
     content = [part for pair in zip(words, [*shown, None], strict=True) for part in pair if part]
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
     inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
-    end, length = processor.tokenizer.eos_token_id, inputs["input_ids"].shape[1]
+    end = processor.tokenizer.eos_token_id
+    length = inputs["input_ids"].shape[1]
     ids = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, eos_token_id=end)
     return processor.decode(ids[0, length:], skip_special_tokens=True).split("\n")[0]
 

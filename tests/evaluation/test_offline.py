@@ -113,7 +113,8 @@ def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
     bits, words = perplexity.metrics
     tokenizer = AutoTokenizer.from_pretrained(folder)
     language = AutoModelForCausalLM.from_pretrained(folder)
-    total, shares = 0.0, []
+    total = 0.0
+    shares = []
     for text in documents("offline_perplexity")["text"][:2]:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         # The first token is predicted from the end-of-text token.
@@ -130,7 +131,8 @@ def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
 def test_a_checkpoint_reads_texts_as_its_language_model_alone(tmp_path):
     folder = parts.language(tmp_path / "language", rows=128, max_position_embeddings=2048)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_bos_token = True
     tokenizer.save_pretrained(folder)
     build_checkpoint(parts.vision(tmp_path / "vision"), folder, tmp_path / "built")
     alone, built = (

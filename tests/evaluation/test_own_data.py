@@ -26,7 +26,8 @@ TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 
 def scores(task, *answers):
     """With each answer to a row, and the last to every white image."""
-    model, name = Script(answers, lambda prompt: answers[-1]), task.config.task
+    model = Script(answers, lambda prompt: answers[-1])
+    name = task.config.task
     results = harness(model, {"tasks": {name: task}})["results"][name].items()
     return {key.removesuffix(",none"): score for key, score in results if "," in key}, model.asked
 
@@ -122,7 +123,8 @@ def test_turns_of_finevision_s_rows_are_questions_by_themselves(tmp_path, caplog
 
 
 def test_choices_by_hand(tmp_path):
-    options, others = ["yes", "no"], ["no", "yes"]
+    options = ["yes", "no"]
+    others = ["no", "yes"]
     rows = [asked("So?", "Yes.", choices=options), asked("So?", "yes", choices=others)]
     rows += [asked("So?", "b", choices=others), asked("So?", "no", choices=others)]
     task = own_task(lines(tmp_path / "rows.jsonl", *rows))
@@ -231,7 +233,8 @@ def test_data_that_have_no_rows_or_whose_images_are_not_read_are_refused(tmp_pat
 
 
 def test_several_images_and_a_system_turn_are_asked(tmp_path):
-    image, text = {"type": "image"}, {"type": "text", "text": "or"}
+    image = {"type": "image"}
+    text = {"type": "text", "text": "or"}
     turns = [{"role": "system", "content": "Brief."}, TURNS[0] | {"content": [image, text, image]}]
     row = {"file_names": ["0.png", "1.png"], "messages": [*turns, TURNS[1]]}
     result, requests = scores(own_task(folder_of(tmp_path / "images", row)), "What", "")

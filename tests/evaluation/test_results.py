@@ -247,7 +247,8 @@ def test_the_version_of_a_task_is_the_one_in_its_file(tmp_path):
 
 def test_the_harness_s_own_tasks_are_read_where_a_task_is_none_of_ours(tmp_path, monkeypatch):
     """Its files take half a minute to read: two names stand for them here."""
-    real, read = engine.TaskManager, []
+    real = engine.TaskManager
+    read = []
 
     def manager(include_path, include_defaults=True):
         read.append(include_defaults)

@@ -39,7 +39,8 @@ def scores(folder, task, rows, answers):
 
 @pytest.mark.parametrize("task", CHOICES)
 def test_odd_answers_to_multiple_choice(task, tmp_path):
-    model, rows = Script(list(ODD)), [CHOICES[task] | {"index": index} for index in range(len(ODD))]
+    model = Script(list(ODD))
+    rows = [CHOICES[task] | {"index": index} for index in range(len(ODD))]
     result = run(tmp_path, task, rows, model)
     score = {sample["resps"][0][0]: sample["acc"] for sample in result["samples"][task]}
     assert score == ODD
@@ -52,7 +53,8 @@ def test_odd_answers_to_multiple_choice(task, tmp_path):
         assert [(shown.mode, shown.size) for shown in image["visual"]] == [("RGB", (12, 12))]
 
 
-SEVERAL, TWO = "There are several options:", {"hint": "It meows.", "C": "nan", "D": None}
+SEVERAL = "There are several options:"
+TWO = {"hint": "It meows.", "C": "nan", "D": None}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,8 @@ def test_prompts(task, change, prompt, tmp_path):
 
 
 def test_mmbench_counts_a_question_if_all_its_rotations_are_right(tmp_path):
-    rows, answers = [], []
+    rows = []
+    answers = []
 
     def ask(index, right, answer, **options):
         rows.append(MMBENCH | {"index": index, "answer": right} | options)
@@ -154,7 +157,8 @@ def test_pope(tmp_path):
 
 
 def test_ocrbench(tmp_path):
-    formula, centre = "Handwritten Mathematical Expression Recognition", ["CENTRE", "CENTER"]
+    formula = "Handwritten Mathematical Expression Recognition"
+    centre = ["CENTRE", "CENTER"]
     cases = [
         # kind of question, accepted answers, answer; right are six
         ("Regular Text Recognition", centre, "The word is center."),  # within it, in any case

@@ -105,7 +105,8 @@ def test_what_a_run_takes_is_counted_by_dry_runs_of_its_stages(tmp_path):
     changes["rows"]["stage2"]["images"] = 2
     plan = read(tmp_path, **changes, accelerate={"stage2": "fsdp2"})
     costs, untrained = run_cost(plan, plan.runs()[0], "80GB")
-    align, tune = costs["stage1"], costs["stage2"]
+    align = costs["stage1"]
+    tune = costs["stage2"]
     assert (align.steps, tune.steps) == (5, 3)
     assert (align.tokens, tune.tokens) == (5 * 4 * (16 + 50), 3 * 4 * (2 * 16 + 50))
     assert align.kept < untrained < tune.kept  # with the model that the adapter is merged into

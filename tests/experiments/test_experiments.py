@@ -62,7 +62,8 @@ def test_an_experiment_from_plan_to_report(archives, tmp_path, monkeypatch):
     files = {run.name: plan.results / f"{run.key}.json" for run in plan.runs()}
     results = {name: json.loads(file.read_text()) for name, file in files.items()}
     assert "inite" in results["wild"]["failed"]
-    none, gwc = results["none"], results["gwc"]
+    none = results["none"]
+    gwc = results["gwc"]
     assert none["data"] == gwc["data"] and len(none["curves"]["stage2"]["loss"]) == 2
     for result in (none, gwc):
         (measured,) = result["information"]
@@ -93,7 +94,8 @@ def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(
     checkpoint, factor, of_gradient
 ):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    projector, features = model.model.multi_modal_projector, torch.randn(3, 16)
+    projector = model.model.multi_modal_projector
+    features = torch.randn(3, 16)
     before = projector(features)
     before.square().sum().backward()
     plain = projector.linear_2.weight.grad.clone()

@@ -86,7 +86,9 @@ def test_information_is_logged_at_every_fortieth_step_of_both_stages(monkeypatch
 def test_cross_entropy_is_that_of_the_answer_token_by_token(archives, checkpoint):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint)
-    both, questions, by_hand = held_out_questions(), [], []
+    both = held_out_questions()
+    questions = []
+    by_hand = []
     for first in (both[0], both[100]):  # of shape, of colour
         other = next(q for q in both if q.kind == first.kind and q.answer != first.answer)
         questions += [first, other]

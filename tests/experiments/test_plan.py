@@ -197,7 +197,8 @@ def test_own_data_of_a_run_are_of_its_seed_and_of_both_its_stages(tmp_path, monk
 
 def test_what_a_command_writes_tells_that_it_is_done(tmp_path):
     plan = plan_of(tmp_path, commands=True)
-    run, work = plan.runs()[0], tmp_path / "work"
+    run = plan.runs()[0]
+    work = tmp_path / "work"
     left = ["build", "stage1", "stage2", "merge", "evaluate", "diagnose stage 1", "diagnose"]
     made(work, run.key, "stage1/diagnostics/interface.png", "stage1/checkpoint-1/config.json")
     assert "--bf16 False" in shlex.join(steps(plan, run, "v", "l", work, 1)["stage1"].words)
@@ -222,7 +223,8 @@ def test_what_a_command_writes_tells_that_it_is_done(tmp_path):
 def test_where_everything_is_trained_nothing_is_merged(tmp_path):
     whole = BASE["stage2"] | {"use_peft": None, "dataset_name": "some/data"}
     plan = plan_of(tmp_path, commands=True, stage1=BASE["stage1"] | whole, stage2=whole, bf16=None)
-    run, work = plan.runs()[1], tmp_path / "work"
+    run = plan.runs()[1]
+    work = tmp_path / "work"
     commands = steps(plan, run, "v", "l", work, 1)
     assert "merge" not in commands and own_data(plan, run, work) is None
     for name in ("evaluate", "diagnose"):
@@ -426,7 +428,8 @@ def hash_of(folder, *stages):
 
 
 def test_a_hash_of_the_data_tells_images_words_and_stages_apart(tmp_path):
-    first, second = (0, "a"), (1, "b")
+    first = (0, "a")
+    second = (1, "b")
     stages = [(first, second), (second, first), (first, (2, "b")), ((0, "c"), second)]
     hashes = [hash_of(tmp_path / str(place), *both) for place, both in enumerate(stages)]
     assert len(set(hashes)) == len(stages)
@@ -466,11 +469,14 @@ def test_the_result_of_commands_is_read_from_what_they_leave(tmp_path, monkeypat
     tune = {} if merged else {"use_peft": None}
     named = {name: BASE[name] | {"dataset_name": "some/data"} for name in ("stage1", "stage2")}
     plan = plan_of(tmp_path, commands=True, stage1=named["stage1"], stage2=named["stage2"] | tune)
-    run, work = plan.runs()[0], tmp_path / "work"
-    folder, last = work / run.key, "model" if merged else "stage2"
+    run = plan.runs()[0]
+    work = tmp_path / "work"
+    folder = work / run.key
+    last = "model" if merged else "stage2"
     about = {"hardware": {"devices": ["a CPU"]}, "versions": {"torch": "2"}, "commit": "c" * 40}
     record = {"seconds": 5.0, "processes": 2, "steps": 9}
-    statuses, said = {}, []
+    statuses = {}
+    said = []
 
     def run_command(command):
         assert command[:3] == [sys.executable, "-m", "normalign_llava"]

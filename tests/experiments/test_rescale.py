@@ -48,7 +48,8 @@ def test_both_parts_are_written_once_at_their_own_scale(tmp_path, tied):
     output = tmp_path / "parts"
     encoder, decoder = rescale(vision, language, output, text=0.125, features=4.0)
     assert (encoder, decoder) == (output / "vision-4", output / "language-0.125")
-    tokens, pixels = torch.arange(3, 20)[None], torch.randn(2, 3, 16, 16)
+    tokens = torch.arange(3, 20)[None]
+    pixels = torch.randn(2, 3, 16, 16)
     for model_class, source, result, inputs, factor in (
         (LlamaForCausalLM, language, decoder, tokens, 0.125),
         (Dinov2Model, vision, encoder, pixels, 4.0),

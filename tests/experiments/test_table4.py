@@ -67,7 +67,9 @@ TINY = {
 def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
     TINY["vision"] = tiny_parts.vision(tmp_path / "vision", "dinov2")
     TINY["language"] = tiny_parts.language(tmp_path / "language")
-    file, work, results = tmp_path / "plan.yaml", tmp_path / "work", tmp_path / "results"
+    file = tmp_path / "plan.yaml"
+    work = tmp_path / "work"
+    results = tmp_path / "results"
     file.write_text(yaml.safe_dump(TINY))
     words = [sys.executable, ROOT / "experiments", "run", file]
     words += ["--work", work, "--results", results]
@@ -95,7 +97,8 @@ def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
     apart = [fmean(asked("gwc", seed)) - fmean(asked("none", seed)) for seed in (5, 6)]
     row = re.search(r"^\| perplexity bits per byte \| .*", page, re.MULTILINE)[0].split(" | ")
     assert row[1] == f"{fmean(apart):+.3f}"
-    low, high = fmean(apart) - half_interval(apart), fmean(apart) + half_interval(apart)
+    low = fmean(apart) - half_interval(apart)
+    high = fmean(apart) + half_interval(apart)
     assert row[4] == f"{low:+.3f} to {high:+.3f}"
     reports = work.glob("tiny-gwc-seed*/stage2/diagnostics/report.json")
     entry = fmean(json.loads(file.read_text())["report"]["interface"]["ratio"] for file in reports)
@@ -448,7 +451,8 @@ def test_operations_are_those_that_torch_counts(models, method, checkpointing):
         counted = counter.get_total_flops()
         operations = row_flops(trainer, text)
         assert operations.total() == pytest.approx(counted, rel=0.03)
-        few, several = row_flops(trainer, text, scored=1), row_flops(trainer, text, images=3)
+        few = row_flops(trainer, text, scored=1)
+        several = row_flops(trainer, text, images=3)
         tokens = batch["input_ids"].shape[1]
         assert few == operations | {"head": operations["head"] / tokens}
         for part in ("vision tower", "projector"):
@@ -476,7 +480,8 @@ def test_the_price_of_the_papers_plan():
     ):
         run = next(run for run in plan.runs() if run.group == name)
         costs, untrained = run_cost(plan, run, "80GB")
-        align, tune = costs["stage1"], costs["stage2"]
+        align = costs["stage1"]
+        tune = costs["stage2"]
         weights = layers * (2 * width**2 + 2 * width * keys + 3 * width * inner)
         assert align.steps == math.ceil(558_128 / 256) and tune.steps == math.ceil(779_289 / 128)
         assert align.tokens == 2181 * 256 * (729 + 60)

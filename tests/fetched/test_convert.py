@@ -206,7 +206,8 @@ def test_a_language_model_is_converted_with_its_tokenizer_and_card(tmp_path, mon
     }.items():
         np.testing.assert_allclose(weight.detach().numpy(), values[name], atol=1e-6)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ab, c = 3 + len(LETTERS) + 1, 3 + LETTERS.index("c")
+    ab = 3 + len(LETTERS) + 1
+    c = 3 + LETTERS.index("c")
     assert tokenizer("abc<|im_end|>")["input_ids"] == [ab, c, 2]
     assert tokenizer.eos_token == "<|im_end|>"
     card = (folder / "README.md").read_text()

@@ -57,7 +57,8 @@ def test_yes_and_no_are_equally_frequent_for_every_wording(split):
 
 @pytest.mark.usefixtures("read_once")
 def test_questions_of_a_row_are_about_its_image():
-    true, pixels = defaultdict(set), cache(lambda path: load_image(path).tobytes())
+    true = defaultdict(set)
+    pixels = cache(lambda path: load_image(path).tobytes())
     for question in train_questions():
         true[pixels(question.image)].add((question.text, question.taught))
     for row in training_data(60, emoji_share=0.0):
@@ -93,12 +94,16 @@ def test_a_drawing_is_placed_anywhere_in_many_sizes_and_mirrored_half_the_time(t
     drawing = Image.new("RGBA", (64, 64), "blue")
     drawing.paste("red", (0, 0, 32, 64))
     drawing.save(tmp_path / "drawing.png")
-    sides, corners, mirrored, random = Counter(), set(), 0, Random(0)
+    sides = Counter()
+    corners = set()
+    mirrored = 0
+    random = Random(0)
     for _ in range(400):
         shown = placed(tmp_path / "drawing.png", random)
         assert shown.mode == "RGB" and shown.size == (64, 64)
         is_drawn = (np.asarray(shown) != 255).any(2)
-        rows, columns = np.flatnonzero(is_drawn.any(1)), np.flatnonzero(is_drawn.any(0))
+        rows = np.flatnonzero(is_drawn.any(1))
+        columns = np.flatnonzero(is_drawn.any(0))
         assert len(rows) == len(columns) and is_drawn.sum() == len(rows) ** 2
         sides[len(rows)] += 1
         corners.add((len(rows), rows[0], columns[0]))

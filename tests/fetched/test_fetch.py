@@ -37,7 +37,9 @@ WHEEL = "tiny_part-1.0-py3-none-any.whl"
 class Handler(http.server.SimpleHTTPRequestHandler):
     """Serves a folder that is a Python index; can stall in the middle of a file."""
 
-    stalls, stalled, closing = False, threading.Event(), threading.Event()
+    stalls = False
+    stalled = threading.Event()
+    closing = threading.Event()
 
     def copyfile(self, source, outputfile):
         if Handler.stalls and source.name.endswith(".whl"):
@@ -65,7 +67,8 @@ def registry(tmp_path_factory):
         file.writestr(f"{info}/RECORD", "")
     handler = partial(Handler, directory=str(served))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads, server.wheel = True, (served / WHEEL).read_bytes()
+        server.daemon_threads = True
+        server.wheel = (served / WHEEL).read_bytes()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         Handler.closing.set()

@@ -149,13 +149,15 @@ def tokens(text: str) -> list:
 
 def rows(text: str) -> dict[str, list[str]]:
     """The cells of every row of the tables in `text`, by the first."""
-    by_name, cells = {}, []
+    by_name = {}
+    cells = []
     parsed = tokens(text)
     for before, token in zip(parsed, parsed[1:], strict=False):
         if before.type in ("th_open", "td_open"):
             cells.append(token.content)
         if token.type == "tr_close":
-            by_name[cells[0]], cells = cells[1:], []
+            by_name[cells[0]] = cells[1:]
+            cells = []
     return by_name
 
 

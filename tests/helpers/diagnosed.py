@@ -24,7 +24,8 @@ def embeddings_of(model: str, top: list[tuple[int, str | None, float]]) -> Embed
 def diagnosed(ratio=37.0, norm="none", model="llava-baseline", layers=30, **changes):
     """A report of a model whose visual tokens enter at `ratio` times the norm of text."""
     spread, bottom = (45.58 * ratio / 37, 1.61) if norm == "none" else (0.0213, 1.07)
-    visual, text = report.Moments(ratio * TEXT, spread, 1024), report.Moments(1.234, 0.1113, 713)
+    visual = report.Moments(ratio * TEXT, spread, 1024)
+    text = report.Moments(1.234, 0.1113, 713)
     aligned = norm not in (None, "none")
     top = [(1000 + row, f" token{row}", 2.459 - row / 8) for row in range(10)]
     drawn = attention_of("What shape is in the image?", layers, bottom=bottom)
@@ -66,8 +67,10 @@ def diagnosed(ratio=37.0, norm="none", model="llava-baseline", layers=30, **chan
 
 def depth_of(entry: dict[str, float], layers: int) -> report.Depth:
     """A layer's update has one size and angle for all: rotation follows from the norm (eq. 13)."""
-    angle, sizes = 1.7, [0.9 * (1 + layer / 10) for layer in range(layers)]
-    norms, rotation = {kind: [norm] for kind, norm in entry.items()}, {kind: [] for kind in entry}
+    angle = 1.7
+    sizes = [0.9 * (1 + layer / 10) for layer in range(layers)]
+    norms = {kind: [norm] for kind, norm in entry.items()}
+    rotation = {kind: [] for kind in entry}
     for size in sizes:
         for kind, states in norms.items():
             rotation[kind].append(rotation_angle(states[-1], size, angle))

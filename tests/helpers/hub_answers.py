@@ -42,7 +42,8 @@ class Repository:
     """A repository, its page at `address` below the Hub's; a private one is its owner's alone."""
 
     def __init__(self, address: str, private: bool = False):
-        self.address, self.private = address, private
+        self.address = address
+        self.private = private
         self.branches: dict[str, str] = {}  # name -> id of the newest commit
         self.blobs: dict[str, bytes] = {}  # id -> content, uploads that are in no commit among them
         self._commits: dict[str, Commit] = {}
@@ -168,7 +169,8 @@ def address(kind: str, repo_id: str) -> str:
 
 def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repository:
     """A repository, for a request that may read it. To others a private one does not exist."""
-    repository, account = hub.repositories.get(address(kind, repo_id)), request.account
+    repository = hub.repositories.get(address(kind, repo_id))
+    account = request.account
     owner = account.name if account else None
     if repository is None or repository.private and repo_id.split("/")[0] != owner:
         raise Refusal(404, "RepoNotFound", "Repository not found")
@@ -217,16 +219,20 @@ def download(hub: "HubServer", request: Request, repo_id, revision, path, kind="
     headers |= {"X-Repo-Commit": commit.oid, "ETag": f'"{blob_id}"'}
     if in_lfs(blob_id):
         headers |= {"X-Linked-Etag": f'"{blob_id}"', "X-Linked-Size": str(len(blob))}
-    status, content = 200, blob
+    status = 200
+    content = blob
     if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", request.range):
-        first, last = int(asked[1]), min(int(asked[2]), len(blob) - 1)
-        status, content = 206, blob[first : last + 1]
+        first = int(asked[1])
+        last = min(int(asked[2]), len(blob) - 1)
+        status = 206
+        content = blob[first : last + 1]
         headers["Content-Range"] = f"bytes {first}-{last}/{len(blob)}"
     return Answer(content, status, headers, download=f"{repo_id}/{path}")
 
 
 def create_repository(hub: "HubServer", request: Request) -> Answer:
-    asked, account = request.json(), request.signed_in()
+    asked = request.json()
+    account = request.signed_in()
     kind = asked.get("type") or "model"
     repo_id = f"{asked.get('organization') or account.name}/{asked['name']}"
     known = address(kind, repo_id) in hub.repositories
@@ -245,11 +251,13 @@ def create_branch(hub: "HubServer", request: Request, kind, repo_id, name) -> An
 
 def preupload(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answer:
     repository = visible(hub, request, kind, repo_id)
-    files, answered = repository.resolve(revision).files, []
+    files = repository.resolve(revision).files
+    answered = []
     hosted = repository.blobs[files[".gitignore"]].decode() if ".gitignore" in files else ""
     ignored = request.json().get("gitIgnore", hosted).splitlines()
     for asked in request.json()["files"]:
-        path, sample = asked["path"], base64.b64decode(asked["sample"])
+        path = asked["path"]
+        sample = base64.b64decode(asked["sample"])
         mode = "lfs" if stored_in_lfs(path, sample) else "regular"
         known = {"oid": files[path]} if path in files else {}
         ignore = any(fnmatch(path, pattern) for pattern in ignored)
@@ -266,7 +274,8 @@ def validate_yaml(hub: "HubServer", request: Request) -> Answer:
 
 
 def batch(hub: "HubServer", request: Request, repo_id, kind="model") -> Answer:
-    repository, answered = visible(hub, request, kind, repo_id), []
+    repository = visible(hub, request, kind, repo_id)
+    answered = []
     for asked in request.json()["objects"]:
         upload = {"upload": {"href": f"{hub.url}/{repository.address}.git/lfs/{asked['oid']}"}}
         actions = {} if asked["oid"] in repository.blobs else {"actions": upload}
@@ -304,7 +313,8 @@ def commit(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answe
                 raise Refusal(400, "BadRequest", f"this hub cannot do {key} of {value['path']}")
     proposal = request.query.get("create_pr")
     branch = "refs/pr/1" if proposal else revision
-    oid, page = repository.advance(branch, files, head.oid).oid, f"{hub.url}/{repository.address}"
+    oid = repository.advance(branch, files, head.oid).oid
+    page = f"{hub.url}/{repository.address}"
     answered = {"success": True, "hookOutput": "", "commitOid": oid}
     answered["commitUrl"] = f"{page}/commit/{oid}"
     return reply(answered | ({"pullRequestUrl": f"{page}/discussions/1"} if proposal else {}))

@@ -117,8 +117,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_GET
 
     def _serve(self) -> None:
-        address, length = urlsplit(self.path), int(self.headers.get("Content-Length", 0))
-        line, body = f"{self.command} {address.path}", self.rfile.read(length)
+        address = urlsplit(self.path)
+        length = int(self.headers.get("Content-Length", 0))
+        line = f"{self.command} {address.path}"
+        body = self.rfile.read(length)
         if len(body) < length:
             raise ConnectionAbortedError("the client went away")
         with self.hub.lock:

@@ -35,7 +35,10 @@ class Started:
     """A process that runs, of id `pid`."""
 
     def __init__(self, prepared: "Prepared", words: list[str], pid: int, folder):
-        self.prepared, self.words, self.pid, self.folder = prepared, words, pid, folder
+        self.prepared = prepared
+        self.words = words
+        self.pid = pid
+        self.folder = folder
         self.status: int | None = None
 
     def poll(self, seconds: float | None = 0) -> int | None:
@@ -71,7 +74,8 @@ class Prepared:
 
     def start(self, words: list, cwd: Path | None = None, **environment: str) -> Started:
         """Starts what `python WORDS` would: `-m MODULE ...`, `-c CODE ...` or `FILE ...`."""
-        folder, words = tempfile.TemporaryDirectory(), [str(word) for word in words]
+        folder = tempfile.TemporaryDirectory()
+        words = [str(word) for word in words]
         request = {"words": words, "cwd": str(cwd or Path.cwd()), "to": folder.name}
         request["environment"] = {**self.environment, **environment}
         return Started(self, words, self.ask(request), folder)
@@ -87,7 +91,8 @@ class Prepared:
         environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         both = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
-        deadline, statuses = time.monotonic() + 180, [None, None]
+        deadline = time.monotonic() + 180
+        statuses = [None, None]
         while None in statuses and not any(statuses) and time.monotonic() < deadline:
             time.sleep(0.05)
             statuses = [process.poll() for process in both]
@@ -112,7 +117,8 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], to: str) ->
     os.environ.update(environment)
     tempfile.tempdir = None  # it may be of another TMPDIR
     os.chdir(cwd)
-    kind, sys.argv = words[0], words if words[0] not in ("-m", "-c") else [words[0], *words[2:]]
+    kind = words[0]
+    sys.argv = words if words[0] not in ("-m", "-c") else [words[0], *words[2:]]
     sys.path[0] = ""
     if kind == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

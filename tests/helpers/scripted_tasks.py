@@ -21,7 +21,8 @@ class Script(LM):
 
     def __init__(self, answers, of_blank=None):
         super().__init__()
-        self.answers, self.of_blank = answers, of_blank
+        self.answers = answers
+        self.of_blank = of_blank
 
     def generate_until(self, requests, disable_tqdm=False):
         self.asked = sorted(requests, key=lambda request: request.doc_id)

@@ -18,7 +18,8 @@ def served(folder: Path, arguments: list[str]) -> Iterator[str]:
     """The address of a server that was begun in a folder with these words after `transformers`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    address, log = f"http://127.0.0.1:{port}", folder / "log"
+    address = f"http://127.0.0.1:{port}"
+    log = folder / "log"
     code = BLOCK + "from transformers.cli.transformers import main; main()"
     where = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     words = [sys.executable, "-c", code, *arguments, *where]

@@ -17,7 +17,8 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-CPU, PRIVATE = 1, 12  # DLDeviceType of dlpack.h
+CPU = 1
+PRIVATE = 12  # DLDeviceType of dlpack.h
 INDEXED = [f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_")]
 INDEXED += ["aten::_index_put_impl_"]
 
@@ -30,7 +31,8 @@ CHECK_THEMSELVES = {
 }
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_pointer.restype = ctypes.c_void_p
+_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def _on(kind: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +115,8 @@ KERNELS = {
 """What torch calls differently on private devices, or asks of them."""
 
 backend_registration._setup_privateuseone_for_python_backend("strict", _Backend())
-_fallback, _kernels = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+_fallback = torch.library.Library("_", "IMPL")
+_kernels = torch.library.Library("aten", "IMPL")
 _fallback.fallback(_run, "PrivateUse1")
 for _name, _kernel in KERNELS.items():
     _kernels.impl(_name, _kernel, "PrivateUse1")
@@ -136,7 +139,8 @@ def same(found: object, expected: object) -> None:
     """Asserts that numbers of two reports are the same, at any depth."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
-        found, expected = [*found.values()], [*expected.values()]
+        found = [*found.values()]
+        expected = [*expected.values()]
     if isinstance(expected, list):
         for one, other in zip(found, expected, strict=True):
             same(one, other)

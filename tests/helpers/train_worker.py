@@ -26,7 +26,8 @@ from normalign_llava.train.trainer import NormAlignTrainer
 def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
     if mode in ("ddp", "fsdp2"):
         ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, ranks["world_size"], is_master=ranks["rank"] == 0)
     for name, words in runs.items():
         if mode in ("ddp", "fsdp2"):  # a run ends its process group; the next reads another store
@@ -66,7 +67,8 @@ class Watched(NormAlignTrainer):
         Watched.last = self
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        has_images, ids = "pixel_values" in inputs, inputs["input_ids"].tolist()
+        has_images = "pixel_values" in inputs
+        ids = inputs["input_ids"].tolist()
         self.batches.append((self.state.global_step, has_images, ids))
         if self.state.global_step == 0:
             return self.first_step(model, inputs, num_items_in_batch)
@@ -105,7 +107,8 @@ class Watched(NormAlignTrainer):
 
 
 def seen(trainer: Watched) -> dict:
-    wrapped, gain = trainer.model_wrapped, trainer.gain
+    wrapped = trainer.model_wrapped
+    gain = trainer.gain
     return {
         "type": trainer.accelerator.distributed_type.value,
         "processes": trainer.accelerator.num_processes,

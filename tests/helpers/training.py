@@ -74,11 +74,13 @@ def image(seed: int, size=(16, 16)) -> bytes:
 
 def row(number: int, images=1, turns=1) -> dict:
     """A conversation about `images` images, all in the first turn; answers differ between rows."""
-    messages, length = [], 4 * images
+    messages = []
+    length = 4 * images
     for turn in range(turns):
         shown = [{"type": "image", "text": None}] * images if turn == 0 else []
         addend = number * 7 % 13
-        question, answer = f"what is {addend} plus {turn}?", f"it is {addend + turn}"
+        question = f"what is {addend} plus {turn}?"
+        answer = f"it is {addend + turn}"
         messages.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
         length += len("user" + question + "assistant" + answer) + 8  # letters, marks, line breaks

@@ -15,10 +15,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 Batch = dict[str, Tensor]
 LAYERS = 3
-PAD, BOS, EOS = 0, 1, 2
+PAD = 0
+BOS = 1
+EOS = 2
 WORDS = range(3, 89)  # ids of ordinary text
 INDICATORS = (89, 90, 91, 92, 93)  # Ovis' visual indicators
-VIDEO, START, END, IMAGE = 94, 95, 96, tiny.IMAGE
+VIDEO = 94
+START = 95
+END = 96
+IMAGE = tiny.IMAGE
 PIXELS = 16  # of `tiny.vision_config`: two by two patches
 
 
@@ -31,7 +36,8 @@ def make(name: str, seed: int = 0) -> tuple[transformers.PreTrainedModel, Batch]
     torch.manual_seed(seed)
     if name in ("normalign_llava", "llava"):
         maker = tiny.model if name == "normalign_llava" else tiny.llava
-        model, batch = maker(seed, text=_text()), _square(seed)
+        model = maker(seed, text=_text())
+        batch = _square(seed)
     else:
         make_batch, settings = _FAMILIES[name]
         config = CONFIG_MAPPING[name.removesuffix("_granite")](**copy.deepcopy(settings))
@@ -126,7 +132,8 @@ def _listed(seed: int) -> Batch:
     batch = _sequences(_bounded(4) * 2, _bounded(4), seed)
     images = _pixels(2, 2, 3, PIXELS, PIXELS, seed=seed)
     mask = torch.ones(2, 2, PIXELS, PIXELS, dtype=torch.long)
-    images[1, 1], mask[1, 1] = 0.0, 0
+    images[1, 1] = 0.0
+    mask[1, 1] = 0
     mask[1, 0, :, PIXELS // 2 :] = 0
     return {**batch, "pixel_values": images, "pixel_attention_mask": mask}
 
@@ -153,7 +160,8 @@ _KIMI_TOWER = dict(**_TOWER, pos_emb_height=4, pos_emb_width=4)
 _GEMMA_TOWER = transformers.SiglipVisionConfig(**_TOWER, vision_use_head=False)
 _STAGES = dict(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)
 _CONVOLUTIONS = transformers.ConvNextConfig(**_STAGES, image_size=16, hidden_size=16)
-_CLIP, _SIGLIP = tiny.vision_config("clip"), tiny.vision_config("siglip")
+_CLIP = tiny.vision_config("clip")
+_SIGLIP = tiny.vision_config("siglip")
 
 _SIZES = dict(vocab_size=tiny.VOCABULARY, hidden_size=tiny.WIDTH, num_hidden_layers=LAYERS)
 _SIZES |= dict(intermediate_size=48, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)

@@ -123,7 +123,8 @@ def test_notices_are_claimed_where_they_are(folder):
 
 
 def test_scores_on_whole_tasks_are_in_the_metadata(full):
-    whole, of_part = [Metric("accuracy", 0.25)], [Metric("accuracy", 0.75)]
+    whole = [Metric("accuracy", 0.25)]
+    of_part = [Metric("accuracy", 0.75)]
     Evaluation("gqa", "GQA", whole, 9, 9, [], weights="0" * 64).write(full)  # of other weights
     Evaluation("textvqa", "TextVQA", of_part, 5, 9, []).write(full)
     card = render_card(full, repo_id="user/model")
@@ -158,7 +159,8 @@ def test_the_table_of_an_evaluation_has_what_was_recorded(full):
 def test_the_table_of_training_has_what_was_recorded(full):
     made.trained(full, steps_done=30)
     table = rows(section(render_card(full), "Training"))
-    trained, frozen = "projector 0.001, norm 0.002", "vision tower, language model"
+    trained = "projector 0.001, norm 0.002"
+    frozen = "vision tower, language model"
     first, second = table.pop("Data")
     assert first == "first, 500 of 505 rows (3 bad, 2 too long)"
     assert second == "second, 60 of 60 rows"
@@ -206,7 +208,8 @@ def test_what_the_author_wrote_is_kept_byte_for_byte(full):
 @pytest.mark.parametrize("here", ["", "mine\n", "theirs\n"])
 @pytest.mark.parametrize("there", ["", " \n", "theirs\n"])
 def test_the_text_on_the_hub_is_kept_if_it_has_one(full, here, there):
-    text, expected = render_card(full).text, there if there.strip() else here
+    text = render_card(full).text
+    expected = there if there.strip() else here
     hub_card = text.replace("notes -->\n", f"notes -->\n{there}")
     (full / "README.md").write_text(text.replace("notes -->\n", f"notes -->\n{here}"))
     card = render_card(full, hub_card=hub_card)

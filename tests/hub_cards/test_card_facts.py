@@ -79,12 +79,14 @@ def test_parts_and_data_are_linked_at_their_commits_and_named_once(full):
     made.edit(full / "build.json", language_revision="e" * 40)
     text = section(render_card(full), "Licence")
     cells = rows(text)
-    encoder, commit = f"{HUB}/google/encoder", "c" * 40
+    encoder = f"{HUB}/google/encoder"
+    commit = "c" * 40
     assert cells["vision encoder"][0] == (
         f"[google/encoder]({encoder}) ([ccccccc]({encoder}/tree/{commit}))"
     )
     assert cells["language model"][0].endswith(f"([eeeeeee]({HUB}/Qwen/decoder/tree/{'e' * 40}))")
-    source, commit = f"{HUB}/datasets/user/data", "b" * 40
+    source = f"{HUB}/datasets/user/data"
+    commit = "b" * 40
     assert cells["data"][0] == f"[user/data]({source}) ([bbbbbbb]({source}/tree/{commit}))"
     assert text.count("| data |") == 1  # of two stages
 

@@ -110,7 +110,8 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
     demo_app, tmp_path, vision
 ):
     folder = demo_parts.checkpoint(tmp_path, vision=vision)
-    (model, processor), (twin, _) = demo_parts.load(folder), demo_parts.load(folder)
+    (model, processor) = demo_parts.load(folder)
+    (twin, _) = demo_parts.load(folder)
     for layer in (*model.get_decoder().layers, *twin.get_decoder().layers):
         layer.self_attn.q_proj.weight.data *= 50  # so that attention is uneven
     image = demo_parts.noise((16, 32))  # of which the encoder gets the middle
@@ -186,7 +187,8 @@ def test_wrong_questions_get_a_message_and_the_page_goes_on(url, red):
 
 @pytest.mark.parametrize("size", [(4001, 20), (20, 4001)])
 def test_a_strip_is_refused_that_an_image_processor_would_make_huge(demo_app, tmp_path, size):
-    file, whole = tmp_path / "strip.png", tmp_path / "whole.png"
+    file = tmp_path / "strip.png"
+    whole = tmp_path / "whole.png"
     Image.new("RGB", size).save(file)
     Image.new("RGB", (4000, 20)).save(whole)
     with pytest.raises(demo_app.gr.Error, match="too narrow"):
@@ -199,7 +201,9 @@ def colours(image):
     return image.getpixel((1, 1)), image.getpixel((image.width - 2, 1))
 
 
-BLACK, WHITE, RED = (0, 0, 0), (255, 255, 255), (255, 0, 0)
+BLACK = (0, 0, 0)
+WHITE = (255, 255, 255)
+RED = (255, 0, 0)
 
 
 def test_an_image_is_shown_upright_in_colour_and_on_white(demo_app, tmp_path):
@@ -319,7 +323,8 @@ def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
     served, checkpoint, monkeypatch
 ):
     opening = import_module("normalign_llava.checkpoint.opening")
-    opened, asked = opening.open_checkpoint(str(checkpoint)), []
+    opened = opening.open_checkpoint(str(checkpoint))
+    asked = []
     monkeypatch.setattr(demo, "find_checkpoint", lambda name: (f"{name}, found", COMMIT))
     monkeypatch.setattr(opening, "open_checkpoint", lambda *args: asked.append(args) or opened)
     run_demo("user/m")
@@ -329,7 +334,8 @@ def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
 def test_a_space_serves_the_model_that_it_names(
     served, demo_app, checkpoint, tmp_path, monkeypatch
 ):
-    settings, asked = {"model": str(checkpoint), "revision": COMMIT}, []
+    settings = {"model": str(checkpoint), "revision": COMMIT}
+    asked = []
 
     def cpu_dtype(config, **code):
         asked.append((config.model_type, code))
@@ -449,7 +455,8 @@ def test_a_person_asks_a_published_space_about_an_image(tmp_path, red):
     outside.touch()
     (site / "sitecustomize.py").write_text(BLOCK + WATCH.format(log=str(outside)))
     with HubServer({"user/model.v1.5": folder}) as hub, chromium(tmp_path / "profile") as browser:
-        repository, port = hub.repository("user/model.v1.5"), free_port()
+        repository = hub.repository("user/model.v1.5")
+        port = free_port()
         pinned = repository.commit
         repository.advance("main", {}, pinned)
         for path, content in space_files("user/model.v1.5", pinned).items():
@@ -457,7 +464,8 @@ def test_a_person_asks_a_published_space_about_an_image(tmp_path, red):
         environment = {**hub.environment(tmp_path / "home"), "PYTHONPATH": str(site)}
         environment |= {"GRADIO_SERVER_PORT": str(port), "GRADIO_TEMP_DIR": f"{tmp_path}/uploads"}
         environment.pop("GRADIO_ANALYTICS_ENABLED", None)
-        command, streams = [sys.executable, "-u", "app.py"], {"stderr": subprocess.STDOUT}
+        command = [sys.executable, "-u", "app.py"]
+        streams = {"stderr": subprocess.STDOUT}
         streams["stdout"] = output.open("w")
         process = subprocess.Popen(command, cwd=space, env=environment, **streams)
         try:

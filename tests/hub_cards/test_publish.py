@@ -23,7 +23,8 @@ def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, fold
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     status, shown = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
     assert status == 0, shown
-    repository, space = hub.repository("ann/m"), hub.repository("ann/m-demo", "space")
+    repository = hub.repository("ann/m")
+    space = hub.repository("ann/m-demo", "space")
     assert repository.private and space.private
     assert f"{hub.url}/spaces/ann/m-demo/settings." in shown
     assert f"Commit: {repository.commit}" in shown and len(repository.commits()) == 2
@@ -37,7 +38,8 @@ def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, fold
 def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub, folder):
     assert publish(folder, "--no-verify")[0] == 0
     repository = hub.repository("ann/m")
-    first, received = repository.commit, hub.received.total()
+    first = repository.commit
+    received = hub.received.total()
     status, shown = publish(folder, "--no-verify")
     assert status == 0 and "nothing changed" in shown and repository.commit == first
     (folder / "training.json").write_text('{"seconds": 1.5}')
@@ -153,7 +155,8 @@ def test_files_of_somebody_else_are_neither_removed_nor_overwritten(
     (folder / "LICENSE").write_text("other terms")
     card = {"README.md": render_card(folder).text.encode()} if card_of_ours else {}
     repository = hub.create("ann/m", files={**THEIRS, **OWN, **card})
-    before, branches = repository.head(), dict(repository.branches)
+    before = repository.head()
+    branches = dict(repository.branches)
     status, shown = publish(folder, *options)
     assert status == 1 and "--replace-files" in shown
     for path in THEIRS:
@@ -225,7 +228,8 @@ def test_a_record_names_ids_that_the_hub_gives(publish, hub, folder):
 
 def test_a_space_that_somebody_changed_is_not_overwritten(publish, hub, folder):
     assert publish(folder, "--space", "--no-verify")[0] == 0
-    repository, space = hub.repository("ann/m"), hub.repository("ann/m-demo", "space")
+    repository = hub.repository("ann/m")
+    space = hub.repository("ann/m-demo", "space")
     space.change({"app.py": b"print('mine')", "notes.txt": b"mine"})
     before = repository.commit, space.commit
     (folder / "training.json").write_text('{"seconds": 1.5}')

@@ -143,7 +143,8 @@ def test_the_weights_that_are_loaded_are_sent(folder, tmp_path):
 
 
 def test_a_diagnosis_is_sent_without_samples(folder):
-    diagnostics, before = folder / "diagnostics", json.loads(REPORT.read_text("utf-8"))
+    diagnostics = folder / "diagnostics"
+    before = json.loads(REPORT.read_text("utf-8"))
     add(diagnostics, "report.html", "stray.png")
     shutil.copyfile(REPORT, diagnostics / "report.json")
     asked = [*before["report"]["attention"][:4], *before["against"]["attention"][:4]]
@@ -273,7 +274,8 @@ def texts(folder, *contents):
 
 
 def test_the_longest_path_is_named_also_that_of_a_home_that_is_a_link(tmp_path, monkeypatch):
-    real, folder = tmp_path / "real", tmp_path / "models" / "m"
+    real = tmp_path / "real"
+    folder = tmp_path / "models" / "m"
     real.mkdir()
     (tmp_path / "home").symlink_to(real)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

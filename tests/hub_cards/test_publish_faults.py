@@ -9,7 +9,9 @@ import pytest
 
 
 pytestmark = pytest.mark.slow
-CREATE, PUT, COMMIT = "POST /api/repos/create", "PUT ", "POST .*/commit/"
+CREATE = "POST /api/repos/create"
+PUT = "PUT "
+COMMIT = "POST .*/commit/"
 
 
 def published(hub, folder, commits):

@@ -138,7 +138,8 @@ def test_what_was_done_is_told_and_what_would_be():
 @pytest.fixture
 def found(monkeypatch):
     """Repositories by name that the demo's functions find, and the names that they ask for."""
-    repositories, asked = {}, []
+    repositories = {}
+    asked = []
 
     def find(api, name, kind="model"):
         asked.append((name, kind))
@@ -185,7 +186,8 @@ def test_a_space_of_others_or_one_that_was_changed_is_not_written(found):
 def test_a_space_is_as_private_as_its_model_and_needs_a_token_then(found, monkeypatch, private):
     repositories, asked = found
     repositories["ann/m"] = replace(space(), private=private)
-    sent, told = [], []
+    sent = []
+    told = []
     monkeypatch.setattr(demo, "push", lambda *args, **options: sent.append((args, options)))
     page = push_space(space(), "ann/m", "c" * 40, told.append)
     assert page == "https://huggingface.co/spaces/ann/m-demo" and asked == [("ann/m", "model")]
@@ -268,7 +270,8 @@ def test_an_adapter_is_pinned_to_the_commit_of_a_base_that_is_as_in_training(
 
 
 def test_a_plan_of_an_adapter_names_its_base_and_does_not_load_it(folder, tmp_path):
-    saved, told = tmp_path / "adapter", []
+    saved = tmp_path / "adapter"
+    told = []
     make_adapter(folder, saved)
     (saved / "README.md").unlink()  # PEFT's
     planned = dict(as_adapter=True, base="lab/base", dry_run=True, notify=told.append)
@@ -289,7 +292,8 @@ OID = "1" * 40
 @pytest.fixture
 def steps(monkeypatch):
     """`publish` with its steps told instead of done; `found` is the repository on the Hub."""
-    calls, found = {}, {"commit": "0" * 40, "private": True, "branch": "trial"}
+    calls = {}
+    found = {"commit": "0" * 40, "private": True, "branch": "trial"}
     logits = [[1.0, 2.0]]
 
     def step(name, value):

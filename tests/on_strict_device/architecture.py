@@ -14,14 +14,16 @@ NO_NORM = {"projector_norm": "none", "gradient_compensation": "none"}
 @pytest.mark.parametrize("norm", [{}, {"projector_norm": "rms_norm"}, NO_NORM])
 @pytest.mark.parametrize("images", [0, 2])
 def test_forward_backward_and_generation(norm, images):
-    model, batch = tiny.model(**norm), tiny.inputs(images=images, batch=2)
+    model = tiny.model(**norm)
+    batch = tiny.inputs(images=images, batch=2)
     loss = model(**batch, labels=batch["input_ids"]).loss
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     answer = model.generate(**batch, max_new_tokens=4, do_sample=False)
     model.zero_grad()
 
-    model, batch = model.to(STRICT), on_device(batch)
+    model = model.to(STRICT)
+    batch = on_device(batch)
     loss_there = model(**batch, labels=batch["input_ids"]).loss
     loss_there.backward()
     close(loss_there, loss)

@@ -30,7 +30,8 @@ def test_probe(family):
 
 
 def test_attention_and_tables():
-    model, batch = tiny.model(), tiny.inputs()
+    model = tiny.model()
+    batch = tiny.inputs()
     model.align_projector_norm()
     check(model, lambda: attention_maps(model, batch, question="?").__dict__)
     model.to("cpu")

@@ -296,7 +296,8 @@ def test_each_step_of_a_quickstart_goes_on_with_what_the_last_one_left(tmp_path,
         return run_quickstart(tmp_path, settings, **options)
 
     def trained(folder):
-        stage1, stage2 = folder / "stage1", folder / "stage2"
+        stage1 = folder / "stage1"
+        stage2 = folder / "stage2"
         return [
             ["one", folder / "untrained", tmp_path / "data" / "stage1", stage1, True],
             ["two", stage1, tmp_path / "data" / "stage2", stage2, True],
@@ -306,7 +307,8 @@ def test_each_step_of_a_quickstart_goes_on_with_what_the_last_one_left(tmp_path,
         options = [("arm", arm), ("feature_layer", -4), ("seed", 5)]
         return ["vision", "language", folder / "untrained", *options]
 
-    model, baseline = tmp_path / "model", tmp_path / "baseline"
+    model = tmp_path / "model"
+    baseline = tmp_path / "baseline"
     results = run()
     assert [archive for (archive,) in called("fetch")] == [*ARCHIVES]
     assert called("convert_vision") == [[56]]

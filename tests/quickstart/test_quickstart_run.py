@@ -90,7 +90,8 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     for kind, (task, name) in METRICS.items():
         (metric,) = (metric for metric in evaluations[task].metrics if metric.name == name)
         assert (metric.value, metric.samples) == (after["accuracy"][kind], count[kind])
-        blank, commonest = after["blank"][kind], results["majority"][kind]
+        blank = after["blank"][kind]
+        commonest = results["majority"][kind]
         assert metric.references == {"blank image": blank, "commonest answer": commonest}
     card = (output / "model" / "README.md").read_text(encoding="utf-8")
     assert is_ours(card) and all(task in card for task in TASKS)
@@ -147,7 +148,8 @@ def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, name):
 
 
 def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(checkpoint, tmp_path):
-    options, data = stage("quickstart-align", **STEPS), tmp_path / "data"
+    options = stage("quickstart-align", **STEPS)
+    data = tmp_path / "data"
     training.rows(4).select_columns(["images", "messages"]).save_to_disk(data)
     run = tmp_path / "cut-trainer"
     paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run}

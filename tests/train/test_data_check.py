@@ -94,7 +94,9 @@ def test_data_without_rows_and_images_that_are_not_read_are_faults(tmp_path):
 def marked(processor, row) -> str:
     """The text of a row with what is learned in brackets, token by token."""
     batch = ConversationCollator(processor)([row])
-    image, text, before = processor.image_token_id, "", False
+    image = processor.image_token_id
+    text = ""
+    before = False
     for token, label in zip(
         batch["input_ids"][0].tolist(), batch["labels"][0].tolist(), strict=True
     ):
@@ -188,9 +190,12 @@ def test_the_table_has_every_count():
     check.has_lengths = False
     assert "--model" in cells(check.table("my data"))["lengths"]
     for has_lengths in (True, False):
-        check.has_lengths, report.valid = has_lengths, 0
+        check.has_lengths = has_lengths
+        report.valid = 0
         assert cells(check.table("my data"))["lengths"] == "none"
-    report.left_out, report.changed, report.images = {"score": 5}, {"it was cut": 3}, None
+    report.left_out = {"score": 5}
+    report.changed = {"it was cut": 3}
+    report.images = None
     table = cells(check.table("my data"))
     assert table["images in the others"] == "0"
     assert "score" in table["columns not used"] and "it was cut" in table["note"]

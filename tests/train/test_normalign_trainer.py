@@ -101,7 +101,8 @@ def test_it_takes_what_sfttrainer_takes_in_the_same_order():
 
 
 def test_a_path_a_model_a_stream_and_trls_options_train_the_same(tmp_path, checkpoint, model):
-    path, args = str(checkpoint), options(tmp_path)
+    path = str(checkpoint)
+    args = options(tmp_path)
     trls = SFTConfig(str(tmp_path), **SHORT, max_length=2048, assistant_only_loss=True)
     sequential = options(tmp_path, train_sampling_strategy="sequential")
     pairs = [((path, args), (model, args)), ((path, args), (path, trls))]
@@ -148,14 +149,16 @@ def test_several_gpus_in_one_process_are_refused_before_anything_is_read(
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
 def test_the_command_line_and_python_end_with_the_same(tmp_path, checkpoint, use_peft):
-    data, lora = tmp_path / "rows.parquet", dict(lora_alpha=8, lora_dropout=0.0)
+    data = tmp_path / "rows.parquet"
+    lora = dict(lora_alpha=8, lora_dropout=0.0)
     rows().to_parquet(data)
     rates = dict(learning_rate=1e-3, norm_learning_rate=1e-2)
     shared = dict(stage="tune", global_batch_size=4, max_steps=3, seed=3, **rates)
     words = dict(model_name_or_path=checkpoint, output_dir=tmp_path / "command", dataset_name=data)
     words |= {**SHORT, **shared}
     words |= dict(use_peft=True, lora_r=4, **lora) if use_peft else {}
-    command, python = main([f"--{name}={words[name]}" for name in words]), tmp_path / "python"
+    command = main([f"--{name}={words[name]}" for name in words])
+    python = tmp_path / "python"
     adapters = LoraConfig(r=4, **lora) if use_peft else None
     trained(str(checkpoint), options(python, **shared), peft_config=adapters).save_model()
     for name in {"adapter_model.safetensors"} if use_peft else stored.FILES:
@@ -196,7 +199,8 @@ def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpo
     data[2]["messages"][0]["content"][1]["text"] = "long " * 100
 
     def make(collator=None, **given):
-        args, given_rows = options(tmp_path, **given), Dataset.from_list(data)
+        args = options(tmp_path, **given)
+        given_rows = Dataset.from_list(data)
         return NormAlignTrainer(str(checkpoint), args, collator, given_rows)
 
     assert len(make().train_dataset) == 4
@@ -239,9 +243,11 @@ def test_held_out_rows_and_metrics(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="eval_dataset"):
         trainer.evaluate(Dataset.from_list([{"prompt": "what?"}]))
     trainer.compute_metrics = None
-    hard, easy = logged(trainer, "eval_hard_loss")[-1], fresh["eval_loss"]
+    hard = logged(trainer, "eval_hard_loss")[-1]
+    easy = fresh["eval_loss"]
     losses = [trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"]]
-    trainer.args.dataloader_num_workers, trainer.args.dataloader_persistent_workers = 1, True
+    trainer.args.dataloader_num_workers = 1
+    trainer.args.dataloader_persistent_workers = True
     losses += [trainer.evaluate(given)["eval_loss"] for given in (rows(prompt, 3), rows(count=4))]
     assert losses == pytest.approx([easy, hard, easy], rel=1e-5)
 
@@ -261,10 +267,13 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     parts = dict(vision_config=model.config.vision_config, text_config=model.config.text_config)
     stock = LlavaForConditionalGeneration(LlavaConfig(**parts))
     processor = AutoProcessor.from_pretrained(checkpoint)
-    unnamed, four_bits = copy.deepcopy(model), BitsAndBytesConfig(load_in_4bit=True)
+    unnamed = copy.deepcopy(model)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
     unnamed.name_or_path = ""
-    adapted, sgd = get_peft_model(copy.deepcopy(model), ALL_LINEAR), torch.optim.SGD
-    by_length, prefix = dict(train_sampling_strategy="group_by_length"), PrefixTuningConfig
+    adapted = get_peft_model(copy.deepcopy(model), ALL_LINEAR)
+    sgd = torch.optim.SGD
+    by_length = dict(train_sampling_strategy="group_by_length")
+    prefix = PrefixTuningConfig
     free = ConversationCollator(processor, padding_free=True)
     for message, args, given in (
         ("is a 'llava' model. Make a NormAlign-LLaVA of it", {}, dict(model=stock)),
@@ -358,7 +367,8 @@ def test_another_collator_gets_rows_of_any_columns_as_from_sfttrainer(tmp_path, 
     shared |= dict(dataset_kwargs={"skip_prepare_dataset": True})
     whole = dict(remove_unused_columns=False, max_length=None)
     theirs = SFTConfig(str(tmp_path), **SHORT, **shared, **whole)
-    ours, charts = options(tmp_path, **shared), rows(chart)
+    ours = options(tmp_path, **shared)
+    charts = rows(chart)
     losses = {}
     for name, trainer_class, args, data in (
         ("stock", SFTTrainer, theirs, charts),
@@ -392,7 +402,9 @@ def test_held_out_rows_that_are_skipped_are_in_no_mean(tmp_path, checkpoint, bad
     found = trainer.evaluate()
     none = trainer.evaluate(trainer.eval_dataset.select(bad))
     assert math.isnan(none["eval_loss"]) and trainer._evaluated is None
-    values, tokens, entropies = [], [], []
+    values = []
+    tokens = []
+    entropies = []
     for batch in ((0, 1), (2, 3)):
         good = [number for number in batch if number not in bad]
         if good:

@@ -61,7 +61,8 @@ def add(path, allowed, seed, results) -> None:
     """Adds the same hundred rows in an order of its own, each twice."""
     order = [*range(100)] * 2
     random.Random(seed).shuffle(order)
-    counted, kept = SkippedRows(path), []
+    counted = SkippedRows(path)
+    kept = []
     for number in order:
         if counted.add("data.json", number, allowed) is None:
             kept.append(number)
@@ -111,7 +112,8 @@ def test_copies_share_a_temporary_file_which_ends_with_the_first():
 def test_a_run_of_two_epochs_and_its_resumption_count_in_one_share(tmp_path, monkeypatch):
     """Images of 8 of 16 rows alone are opened first; 4 of the others may be bad."""
     monkeypatch.setattr(table, "MANY_ROWS", 8)
-    parts, data = tmp_path / "parts", tmp_path / "data"
+    parts = tmp_path / "parts"
+    data = tmp_path / "data"
     training.checkpoint(parts)
     sample = np.random.default_rng(0).choice(16, 8, replace=False).tolist()
     unopened = sorted({*range(16)} - {*sample})

@@ -30,8 +30,10 @@ LAYERS = "model.language_model.layers.*"
 LINEAR = {f"{LAYERS}{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 Q, V, DOWN = (f"{LAYERS}{name}_proj.weight" for name in ("q", "v", "down"))
 SECOND = "*.language_model.layers.1.self_attn.q_proj.weight"
-BLOCK, NORM = "language_model.layers.1.mlp", "*.input_layernorm.weight"
-EMBED, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
+BLOCK = "language_model.layers.1.mlp"
+NORM = "*.input_layernorm.weight"
+EMBED = "model.language_model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 TOKENS = [68, 87]  # a and t, which are in every row
 
 
@@ -118,7 +120,8 @@ def test_nothing_but_what_is_named_is_trained_and_merged(bases, tmp_path, tied, 
     assert str(bases[tied]) not in (tmp_path / "README.md").read_text()  # as it is in PEFT's card
     merge_adapter(tmp_path, tmp_path / "merged")
     assert_merged(tmp_path / "merged", tmp_path, bases[tied])
-    before, after = tensors(bases[tied]), tensors(tmp_path / "merged")
+    before = tensors(bases[tied])
+    after = tensors(tmp_path / "merged")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     patterns = [*patterns, "model.multi_modal_projector.*"]
@@ -137,7 +140,8 @@ def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_p
     trainer = trained(adapters, bases[False], tmp_path, quantization)
     merge_adapter(tmp_path, tmp_path / "merged")
     assert_merged(tmp_path / "merged", tmp_path, bases[False], quantization)
-    before, after = tensors(bases[False]), tensors(tmp_path / "merged")
+    before = tensors(bases[False])
+    after = tensors(tmp_path / "merged")
     assert (before[EMBED] != after[EMBED]).any(-1).nonzero().flatten().tolist() == TOKENS
     for head in (before[HEAD], after[HEAD].bfloat16().float()):
         assert not torch.equal(after[HEAD], head)

@@ -42,7 +42,8 @@ class Watched(NormAlignTrainer):
     """Keeps the model that it starts from, its batches, and gradient norms before clipping."""
 
     def __init__(self, *args, **kwargs):
-        self.batches, self.totals = [], []
+        self.batches = []
+        self.totals = []
         super().__init__(*args, **kwargs)
         self.start = copy.deepcopy(self.model)
 
@@ -94,7 +95,8 @@ def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(step
     padded = [batch for batch in step.batches if not batch["attention_mask"].all()]
     assert len(step.batches) == 2 and padded
     for batch in step.batches:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids = batch["input_ids"]
+        mask = batch["attention_mask"]
         with torch.no_grad():
             states = model.get_input_embeddings()(ids)
             pixels = batch["pixel_values"].double()
@@ -148,7 +150,9 @@ def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypat
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
-    args, control, lines = TrainingArguments(), TrainerControl(), progress.ProgressLines()
+    args = TrainingArguments()
+    control = TrainerControl()
+    lines = progress.ProgressLines()
     lines.on_train_begin(args, state, control)
     lines.on_step_begin(args, state, control)
     lines.on_log(args, state, control, logs={"loss": 1.0})
@@ -172,7 +176,9 @@ LOGGED |= {"grad_norm": 7.0, "clip/share": 0.25}
 def told(logs: list[dict], capsys, first=0, max_steps=10, **own) -> list[str]:
     """What is printed of logs at step 3 of 10, in a run that began at a step."""
     state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
-    args, control, lines = TrainingArguments(max_grad_norm=2.5), TrainerControl(), None
+    args = TrainingArguments(max_grad_norm=2.5)
+    control = TrainerControl()
+    lines = None
     lines = progress.ProgressLines()
     lines.on_train_begin(args, state, control)
     state.global_step = 3
@@ -208,7 +214,8 @@ def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
 
 def test_what_is_logged_before_training_has_lines_too(capsys):
     state = TrainerState(max_steps=10, is_world_process_zero=True)
-    lines, args = progress.ProgressLines(), TrainingArguments()
+    lines = progress.ProgressLines()
+    args = TrainingArguments()
     for logs in ({"eval_loss": 0.5}, {"loss": 2.0}):
         lines.on_log(args, state, TrainerControl(), logs=logs)
     held_out, line = capsys.readouterr().out.splitlines()
@@ -282,7 +289,9 @@ def test_which_steps_are_measured_is_an_option_of_this_run(
 ):
     args = training.settings(tmp_path, **options, logging_strategy=strategy)
     Accelerator(cpu=True)  # the options have made accelerate forget its state
-    watch, model, found = Measurements(args), tiny.model(), []
+    watch = Measurements(args)
+    model = tiny.model()
+    found = []
     state = TrainerState(max_steps=4, logging_steps=1)  # as a run that is resumed had it
     watch.on_train_begin(args, state, None, model=model)
     for state.global_step in range(4):
@@ -296,7 +305,9 @@ def test_which_steps_are_measured_is_an_option_of_this_run(
 def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
     args = training.settings(tmp_path, max_grad_norm=1.0)
     Accelerator(cpu=True)
-    watch, model, state = Measurements(args), tiny.model(), TrainerState(max_steps=4)
+    watch = Measurements(args)
+    model = tiny.model()
+    state = TrainerState(max_steps=4)
     watch.after_clip(torch.tensor(9.0))
     watch.on_train_begin(args, state, None, model=model)
     shares = []
@@ -312,7 +323,9 @@ def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_sha
 def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(tmp_path):
     args = training.settings(tmp_path, max_grad_norm=4.0)
     Accelerator(cpu=True)
-    watch, model, state = Measurements(args), tiny.model(), TrainerState(max_steps=2)
+    watch = Measurements(args)
+    model = tiny.model()
+    state = TrainerState(max_steps=2)
     watch.on_train_begin(args, state, None, model=model)
     gain = model.model.multi_modal_projector.norm.weight
     gain.grad = torch.full_like(gain, 0.25)
@@ -387,7 +400,8 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
 
 
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
-    keys, options = set(), dict(held_out=training.rows(4), eval_strategy="steps", eval_steps=2)
+    keys = set()
+    options = dict(held_out=training.rows(4), eval_strategy="steps", eval_steps=2)
     options |= dict(vision_learning_rate=1e-3, max_grad_norm=1e-3, probe_steps=[2], probe_rows=1)
     for use_peft in (False, True):
         trainer = training.trainer(tmp_path, checkpoint, use_peft=use_peft, **options)
@@ -399,14 +413,16 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
 
 
 def test_cosines_are_those_of_the_hidden_states():
-    model, batch = tiny.model(), tiny.inputs(images=2, text=7, batch=3, seed=5)
+    model = tiny.model()
+    batch = tiny.inputs(images=2, text=7, batch=3, seed=5)
     batch["attention_mask"][0, -3:] = 0
     measured = layer_cosines(model, batch)
     model.model.language_model.norm = torch.nn.Identity()  # comes before the last state
     with torch.no_grad():
         output = model(**batch, output_hidden_states=True)
     states = [state.double() for state in output.hidden_states]
-    image, attended = batch["input_ids"] == tiny.IMAGE, batch["attention_mask"].bool()
+    image = batch["input_ids"] == tiny.IMAGE
+    attended = batch["attention_mask"].bool()
     for kind, mask in {"visual": image, "text": attended & ~image}.items():
         cosines = [torch.cosine_similarity(*pair, -1)[mask].mean() for pair in pairwise(states)]
         assert measured[kind] == pytest.approx(torch.stack(cosines).tolist(), abs=1e-6)
@@ -414,7 +430,9 @@ def test_cosines_are_those_of_the_hidden_states():
 
 
 def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
-    args, model, state = training.settings(tmp_path), tiny.model(), TrainerState(global_step=2)
+    args = training.settings(tmp_path)
+    model = tiny.model()
+    state = TrainerState(global_step=2)
     batch = tiny.inputs(images=0, batch=2)
     for layer in model.model.language_model.layers:
         layer.self_attn.attention_dropout = 0.9
@@ -428,7 +446,8 @@ def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
     assert line["visual"] == [] and line["text"] == pytest.approx(expected)
     assert probe.collect() == {"cosine/text": pytest.approx(sum(line["text"]) / 2)}
     assert probe.collect() == {}  # it is logged once
-    state.is_world_process_zero, state.global_step = False, 2
+    state.is_world_process_zero = False
+    state.global_step = 2
     probe.on_step_end(args, state, None, model=model)
     assert lines(tmp_path) == [line]  # which the first process writes
 
@@ -464,7 +483,8 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    rows, args = list(training.rows(4)), training.settings(tmp_path, probe_rows=3, probe_steps=[1])
+    rows = list(training.rows(4))
+    args = training.settings(tmp_path, probe_rows=3, probe_steps=[1])
     probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
     expected = dict(padded(rows[:3]))
     del expected["labels"]
@@ -477,7 +497,8 @@ def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
     options = dict(probe_steps=[0, 2, 3], save_strategy="steps", save_steps=1)
     make_trainer(checkpoint, tmp_path, **options).train()
-    first, again = lines(tmp_path), make_trainer(checkpoint, tmp_path, **options)
+    first = lines(tmp_path)
+    again = make_trainer(checkpoint, tmp_path, **options)
     for step in (2, 3):  # beside which the run would not go on from the first one
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

@@ -266,7 +266,9 @@ def test_frozen_modules_are_links_to_the_base_and_stay_whatever_becomes_of_it(ch
 
 @pytest.mark.parametrize("how", ["in one file", "changed by hand", "from the Hub's cache"])
 def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
-    base, run, model = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run", None
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    run = tmp_path / "run"
+    model = None
     if how == "in one file":
         stored.in_one_file(base)
     elif how == "changed by hand":
@@ -276,7 +278,8 @@ def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
     else:
         cache = tmp_path / "models--a--b"
         (cache / "snapshots" / "c").mkdir(parents=True)
-        blobs, base = base.rename(cache / "blobs"), cache / "snapshots" / "c"
+        blobs = base.rename(cache / "blobs")
+        base = cache / "snapshots" / "c"
         for file in blobs.iterdir():
             (base / file.name).symlink_to(Path("../../blobs") / file.name)
     trainer = aligned(run, base, model=model)
@@ -290,7 +293,8 @@ def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
         assert linked(run, base) == {*FROZEN}
         assert not any(weight_file(run, part).is_symlink() for part in FROZEN)
     else:  # a resumed run links to the checkpoint that it resumes from
-        first, second = run / "checkpoint-1", run / "checkpoint-2"
+        first = run / "checkpoint-1"
+        second = run / "checkpoint-2"
         shutil.rmtree(second)
         aligned(run, base, resume=str(first))
         assert linked(second, first) == linked(run, first) == {*FROZEN}
@@ -322,7 +326,8 @@ def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
         large = shutil.copytree(large, tmp_path / "large")
         stored.in_one_file(large)
     trainer = aligned(tmp_path / "run", large, **options)
-    disk, newest = trainer.facts["disk"], tmp_path / "run" / "checkpoint-5"
+    disk = trainer.facts["disk"]
+    newest = tmp_path / "run" / "checkpoint-5"
     assert disk["checkpoints"] == 3  # while the newest is written
     assert bytes_of(newest) == pytest.approx(disk["checkpoint"], rel=0.05)
     written_once = FROZEN if how == "one file" else ()
@@ -373,7 +378,8 @@ def test_the_precision_of_a_run_is_that_of_the_named_or_newest_checkpoint(tmp_pa
         folder.mkdir(parents=True)
         (folder / "training.json").write_text(json.dumps({"options": options}))
 
-    out, named = tmp_path / "out", tmp_path / "named"
+    out = tmp_path / "out"
+    named = tmp_path / "named"
     assert checkpoints.began_in(True, str(out)) is None
     write(named, bf16=False, fp16=True)
     for step, bf16 in ((2, False), (10, True)):

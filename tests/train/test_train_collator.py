@@ -53,7 +53,8 @@ def processor(checkpoint):
 def test_labels_of_two_turns_and_two_images(processor):
     assert processor.tokenizer.pad_token == processor.tokenizer.eos_token
     batch = ConversationCollator(processor)([row(TWO_TURNS)])
-    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    ids = batch["input_ids"][0]
+    labels = batch["labels"][0]
     assert labelled(processor, labels) == ["A red kite.<|im_end|>", "Yes, blue.<|im_end|>"]
     assert (labels[labels != -100] == ids[labels != -100]).all()
     assert (labels[ids == processor.image_token_id] == -100).all()
@@ -89,7 +90,8 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
     options = dict(assistant_only_loss=True, pad_to_multiple_of=multiple)
     reference = DataCollatorForVisionLanguageModeling(processor, **options)(decoded)
     batch = ConversationCollator(processor, pad_to_multiple_of=multiple)(rows)
-    labels, theirs = batch.pop("labels"), reference.pop("labels")
+    labels = batch.pop("labels")
+    theirs = reference.pop("labels")
     assert_equal(dict(batch), dict(reference))
     differ = labels != theirs
     assert (labels[differ] == -100).all()  # TRL's also has the white space after the end of a turn
@@ -213,7 +215,8 @@ def test_rows_with_labels_are_counted_whatever_tells_rows_apart():
 
 
 def test_a_template_without_marks_and_a_tokenizer_that_drops_letters_are_refused():
-    bare, tokenizer = train_data.processor(), tiny_parts.tokenizer()
+    bare = train_data.processor()
+    tokenizer = tiny_parts.tokenizer()
     content = "message['content']"
     bare.chat_template = tiny_parts.CHATML.replace(content, f"{content}[0]['text']")
     with pytest.raises(ValueError, match="marks no answer with {% generation %}.*--chat-template"):

@@ -61,7 +61,8 @@ class Room:
     """A folder with checkpoints, data, and what runs in it left."""
 
     def __init__(self, folder: Path, prepared: Prepared):
-        self.folder, self.prepared = folder, prepared
+        self.folder = folder
+        self.prepared = prepared
         self.aligned = training.checkpoint(folder / "aligned")
         self.bare = training.checkpoint(folder / "bare", arm="none", tied=False)
         self.half = training.checkpoint(folder / "half", tied=False)
@@ -116,7 +117,8 @@ class Room:
 
     def runs(self, mode: str, *names: str) -> Path:
         """Trains `names` once, all in the same processes; DeepSpeed can train only one in them."""
-        folder, place = self.folder / mode, (mode, names)
+        folder = self.folder / mode
+        place = (mode, names)
         if place not in self.done:
             self.done[place] = folder
             words = {}
@@ -213,7 +215,8 @@ def nightly(room, mixed):
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_end_with_the_weights_and_losses_of_one(mode, mixed):
     # From a checkpoint without a norm, so the gain was aligned too; none, one or both had images.
-    folder, one = mixed(mode), mixed("one")
+    folder = mixed(mode)
+    one = mixed("one")
     for rank in range(2):
         found = seen(folder, "mixed", rank)
         assert (found["type"], found["wrapped"]) == KINDS[mode]
@@ -271,7 +274,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, nightly):
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["one", "ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
 def test_packing_changes_no_step(mode, nightly):
-    folder, one = nightly(mode, zero="packed"), nightly("one")
+    folder = nightly(mode, zero="packed")
+    one = nightly("one")
     assert_same_run(folder / "packed", one / "epochs", weights=1e-6, figures=1e-5)
     if mode != "zero3":
         assert_same_run(folder / "packed lora", one / "epochs lora", weights=1e-6, figures=1e-5)
@@ -281,7 +285,8 @@ def test_packing_changes_no_step(mode, nightly):
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode, name", [("ddp", "lora"), ("fsdp2", "lora"), ("ddp", "4 bits")])
 def test_beside_frozen_layers_a_run_ends_as_in_one_process_with_a_float32_gain(mode, name, nightly):
-    folder, one = nightly(mode), nightly("one")
+    folder = nightly(mode)
+    one = nightly("one")
     assert seen(folder, name, 1)["type"] == KINDS[mode][0]
     assert_same_run(folder / name, one / name, *((1e-6, 1e-5) if name == "lora" else (5e-4, 5e-3)))
     assert_gain_moved(stored.weights(folder / name))
@@ -369,7 +374,8 @@ def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["bfloat16", "autocast"])
 def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, nightly):
-    folder, one = nightly("fsdp2"), nightly("one")
+    folder = nightly("fsdp2")
+    one = nightly("one")
     assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
     assert_gain_moved(stored.weights(folder / name))
     logs = (seen(folder, name, 0)["logs"], seen(one, "bfloat16", 0)["logs"])

@@ -68,10 +68,12 @@ def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp
     def dry(**own):
         return training.trainer(tmp_path, checkpoint, dry_run=True, **options, **own)
 
-    without, checkpointed = dry(), dry(gradient_checkpointing=True)
+    without = dry()
+    checkpointed = dry(gradient_checkpointing=True)
     named = without.model.named_parameters()
     assert all(parameter.is_meta for name, parameter in named if ".norm." not in name)
-    more, less = without.estimate_memory(), checkpointed.estimate_memory()
+    more = without.estimate_memory()
+    less = checkpointed.estimate_memory()
     assert less.total < more.total
     for trainer in (without, checkpointed, without):
         assert trainer.estimate_memory(True) == less
@@ -165,11 +167,13 @@ def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkp
     assert batch["input_ids"].shape == (2, max(rows["length"]))
     # Images of 3 x 16 x 16 float32 numbers; ids, mask and labels, 8 bytes each.
     size = len(batch["pixel_values"]) * 3 * 16 * 16 * 4 + batch["input_ids"].numel() * 3 * 8
-    images, kept = batch["pixel_values"], batch["pixel_values"].clone()
+    images = batch["pixel_values"]
+    kept = batch["pixel_values"].clone()
     assert peak_bytes(trainer, batch, None, accumulates=False)["batches"] == images.nbytes
     assert batch["pixel_values"] is images and torch.equal(images, kept)
     two = trainer.estimate_memory()
-    tokens, images = batch["input_ids"].numel(), len(batch["pixel_values"])
+    tokens = batch["input_ids"].numel()
+    images = len(batch["pixel_values"])
     assert two.batch == f"2 row(s), {tokens:,} tokens, {images:,} image(s)"
     trainer.args.gradient_accumulation_steps = 8
     eight = trainer.estimate_memory()
@@ -210,8 +214,10 @@ def changes_for(trainer, fitting=None, refused=()) -> tuple[list[str], str]:
 
 
 TWO, ONE = (f"--per_device_train_batch_size {rows}" for rows in (2, 1))
-CHECKPOINTING, ADAPTERS = "--gradient_checkpointing true", "--use_peft true"
-IN_4_BITS, HALF = "--load_in_4bit true", "--dtype bfloat16"
+CHECKPOINTING = "--gradient_checkpointing true"
+ADAPTERS = "--use_peft true"
+IN_4_BITS = "--load_in_4bit true"
+HALF = "--dtype bfloat16"
 
 
 def each(*changes: str) -> list[str]:
@@ -295,7 +301,9 @@ def test_without_the_package_4_bits_are_not_tried(too_large, monkeypatch):
 
 def test_a_step_is_estimated_as_in_training_and_leaves_nothing_behind(too_large, monkeypatch):
     trainer = too_large[False]
-    model, base, metrics = trainer.model, base_model(trainer.model), trainer._metrics["train"]
+    model = trainer.model
+    base = base_model(trainer.model)
+    metrics = trainer._metrics["train"]
     inputs = (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings())
     handles = {module: module.register_forward_hook(lambda *args: None) for module in inputs}
     model.eval()
@@ -413,7 +421,8 @@ def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
     load = partial(NormAlignLlavaForConditionalGeneration.from_pretrained, wide, dtype="bfloat16")
     nf4 = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     nf4["bnb_4bit_compute_dtype"] = torch.bfloat16
-    plain, model = load(), load(quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4))
+    plain = load()
+    model = load(quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4))
     found = table(model)
     assert column(found) == column(table(plain))
     assert found["language model"]["dtypes"] == ["nf4", "bfloat16"]
@@ -541,7 +550,8 @@ def test_ddp_keeps_gradients_in_buckets_too(checkpoint, tmp_path, divided):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_divides_what_its_paper_says(checkpoint, tmp_path, divided, stage):
     trainer = training.trainer(tmp_path, checkpoint)
-    numbers, stored = trainer.model.num_parameters(), stored_bytes(trainer.model)
+    numbers = trainer.model.num_parameters()
+    stored = stored_bytes(trainer.model)
     divided(DistributedType.DEEPSPEED, stage)
     assert sharding() == "DeepSpeed"
     args = SimpleNamespace(world_size=2, optim=trainer.args.optim)

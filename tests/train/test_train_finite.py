@@ -82,7 +82,8 @@ def test_weights_are_checked_without_a_copy_of_them(dtype, value):
 
 
 def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path, caplog):
-    said, last = stopped(make(learning_rate=1e30)), tmp_path / "out" / "checkpoint-1"
+    said = stopped(make(learning_rate=1e30))
+    last = tmp_path / "out" / "checkpoint-1"
     assert said.startswith("Step 2 has values that are not finite") and "--bad_steps skip" in said
     assert f"The last complete checkpoint is {last}." in said and missing_from(last, 1) == []
     assert {path.name for path in (tmp_path / "out").glob("*")} <= {
@@ -97,7 +98,8 @@ def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path, caplo
 )
 def test_the_module_that_it_came_from_is_named(make, name):
     trainer = make(gradient_accumulation_steps=2)
-    module, calls = trainer.model.model.get_submodule(name), []
+    module = trainer.model.model.get_submodule(name)
+    calls = []
 
     def break_(module, inputs):
         calls.append(1)
@@ -126,7 +128,8 @@ def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
 
 def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, monkeypatch):
     trainer = make()
-    finite, model = trainer.finite, trainer.model.train()
+    finite = trainer.finite
+    model = trainer.model.train()
     inputs = trainer.data_collator([trainer.train_dataset[0]])
 
     def is_finite(norm, loss=1.0, batch=inputs):

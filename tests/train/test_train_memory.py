@@ -55,7 +55,8 @@ def test_the_memory_of_a_gpu_that_is_named_of_this_machine_or_of_its_container(
         args = training.settings(tmp_path, dry_run=True, device_memory=size)
         assert memory._device(args) == ("device_memory", expected, CONTEXT)
     monkeypatch.setattr(precision, "GROUPS", tmp_path)
-    args, total = training.settings(tmp_path), psutil.virtual_memory().total
+    args = training.settings(tmp_path)
+    total = psutil.virtual_memory().total
     limits = {"max": ("this machine", total, 0), str(total): ("this machine", total, 0)}
     limits |= {str(2**28): ("this container", 2**28, 0)}
     for limit, expected in limits.items():
@@ -115,7 +116,8 @@ def test_a_bad_image_does_not_keep_the_largest_batch_from_being_made(tmp_path, c
 def test_of_rows_whose_lengths_are_unknown_the_first_is_repeated(tmp_path, collator):
     rows = training.rows(3).remove_columns("length")
     args = training.settings(tmp_path, max_length=None)
-    batch, expected = largest_batch(args, rows, collator), collator([rows[0], rows[0]])
+    batch = largest_batch(args, rows, collator)
+    expected = collator([rows[0], rows[0]])
     assert batch.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(batch[name], value), name

@@ -186,7 +186,8 @@ def test_after_an_evaluation_modes_and_random_numbers_are_what_they_were(fails):
     [(True, False, torch.bfloat16), (False, True, torch.float16), (False, False, torch.float32)],
 )
 def test_an_evaluation_is_in_the_precision_of_training(bf16, fp16, dtype):
-    layer, args = nn.Linear(3, 3), SimpleNamespace(device=torch.device("cpu"), bf16=bf16, fp16=fp16)
+    layer = nn.Linear(3, 3)
+    args = SimpleNamespace(device=torch.device("cpu"), bf16=bf16, fp16=fp16)
     with evaluating(layer, args):
         assert layer(torch.ones(1, 3)).dtype == dtype
     assert layer(torch.ones(1, 3)).dtype == torch.float32
@@ -215,7 +216,8 @@ def test_outputs_are_seen_in_order_by_name_until_the_watch_ends():
 
 
 def test_modules_under_adapters_are_seen_by_the_names_that_they_have_without():
-    seen, model = [], with_adapters(tiny.model())
+    seen = []
+    model = with_adapters(tiny.model())
     with watching_outputs(model, lambda name, outputs: seen.append(name)):
         model(**tiny.inputs())
     assert seen[-1] == "lm_head"
@@ -223,7 +225,9 @@ def test_modules_under_adapters_are_seen_by_the_names_that_they_have_without():
 
 
 def test_a_blank_image_is_seen_in_a_pass_of_words_alone_that_is_of_training():
-    model, words, shown = tiny.model(), tiny.inputs(images=0)["input_ids"], []
+    model = tiny.model()
+    words = tiny.inputs(images=0)["input_ids"]
+    shown = []
     embedded = model.get_input_embeddings()(words).detach()
     with torch.no_grad():
         expected = model(input_ids=words).logits
@@ -322,7 +326,8 @@ def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, na
 
 def test_an_optimizer_of_two_averages_has_three_states(tmp_path):
     """On a CPU bitsandbytes takes no step of it: a slow and a fast average, and one of squares."""
-    args, parameters = training.settings(tmp_path, optim="ademamix"), [nn.Parameter(torch.ones(9))]
+    args = training.settings(tmp_path, optim="ademamix")
+    parameters = [nn.Parameter(torch.ones(9))]
     assert optimizer_bytes(parameters, args, None, ()) == 3 * 4 * 9
 
 
@@ -547,7 +552,8 @@ def test_a_dry_run_leaves_no_table_without_values_to_later_quantization(
 
 
 def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
-    args, rates = training.settings(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
+    args = training.settings(tmp_path)
+    rates = {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
     args.model_init_kwargs = {"dtype": "float32"}
     settings = BitsAndBytesConfig(load_in_4bit=True)
     model = load_model(open_checkpoint(checkpoint), args, rates, settings)
@@ -561,7 +567,8 @@ def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_pat
 
 @pytest.mark.parametrize("size", [20_000.0, -20_000.0, float("nan")])
 def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(size):
-    model, cpu = tiny.model(), torch.device("cpu")
+    model = tiny.model()
+    cpu = torch.device("cpu")
     Accelerator(cpu=True)  # earlier options have made accelerate forget its state
     model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
@@ -625,7 +632,8 @@ def test_tokens_are_those_that_the_embeddings_have():
 
 def test_what_a_stored_configuration_says_of_its_origin_is_no_setting():
     stored = LoraConfig(r=3, base_model_name_or_path="/here/model")
-    stored.revision, stored.peft_version = "v2", "0.1"
+    stored.revision = "v2"
+    stored.peft_version = "0.1"
     stored.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
     assert of_language(stored).r == 3
 
@@ -647,7 +655,8 @@ def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
 
 
 def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
-    four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
+    config = tiny.config(tied=False)
     rate = 1e-5
     for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
         check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=saved))

@@ -101,7 +101,8 @@ def test_the_stages_are_the_papers(tmp_path):
     assert config(tmp_path, stage="tune", **best).save_steps == 500  # a multiple of eval_steps
     python = config(tmp_path, stage="align")
     assert (python.global_batch_size, rates(python)) == (256, rates(align))
-    ours, stock = config(tmp_path), SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
+    ours = config(tmp_path)
+    stock = SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
     names = ("per_device_train_batch_size", "lr_scheduler_type", "learning_rate", "warmup_steps")
     assert all(getattr(ours, name) == getattr(stock, name) for name in (*names, "seed"))
 
@@ -330,7 +331,8 @@ def test_recipes_are_read_and_say_nothing_that_is_the_default(name):
     stage = parse(["--stage", recipe["stage"], "--use_peft", str("use_peft" in recipe), *BASE])
     for key, value in recipe.items():
         place = next(place for place, part in enumerate(parsed) if key in vars(part))
-        read, default = getattr(parsed[place], key), getattr(stage[place], key)
+        read = getattr(parsed[place], key)
+        default = getattr(stage[place], key)
         assert read == pytest.approx(value) if isinstance(value, float) else read == value, key
         assert read != default or key in ("stage", "use_peft"), f"{key} is the default"
 
@@ -630,7 +632,8 @@ def read(tmp_path, text: str, *words: str):
     return data, complete(training)[0], arguments
 
 
-FALSE, TRUE = ("no", "No", "off", "false", "False", "n"), ("yes", "on", "True", "true", "y")
+FALSE = ("no", "No", "off", "false", "False", "n")
+TRUE = ("yes", "on", "True", "true", "y")
 MEANT = [
     *(("save_strategy", word, "no") for word in ("no", "off", "false", "'no'", "No")),
     *(("eval_strategy", word, "no") for word in ("no", "off", "False")),

@@ -39,7 +39,8 @@ def batches(checkpoint, images=IMAGES):
 
 def losses(model, batch):
     """The sum of the loss over each row, `(rows,)`."""
-    labels, positions = batch.pop("labels"), batch.get("position_ids")
+    labels = batch.pop("labels")
+    positions = batch.get("position_ids")
     logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
     values = functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
     if positions is None:
@@ -57,7 +58,9 @@ def loaded(checkpoint, attention="sdpa"):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, images", [("sdpa", IMAGES), ("eager", IMAGES), ("sdpa", [0] * 3)])
 def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, kind, images):
-    model, sums, gradients = loaded(checkpoint, kind), [], []
+    model = loaded(checkpoint, kind)
+    sums = []
+    gradients = []
     for batch in batches(checkpoint, images):
         model.zero_grad()
         sums.append(losses(model, batch))
@@ -104,7 +107,9 @@ def sampler(count, rank=0, processes=1, drop_last=False, passes=2) -> samplers.B
     """Without packing two passes of two rows a step in each process; in it, `passes`."""
     args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=passes)
     args.global_batch_size = 4 * processes
-    args.dataloader_drop_last, args.world_size, args.process_index = drop_last, processes, rank
+    args.dataloader_drop_last = drop_last
+    args.world_size = processes
+    args.process_index = rank
     order = SeedableRandomSampler(range(count), data_seed=5)
     return samplers.BalancedSampler(order, LENGTHS[:count], args)
 
@@ -146,7 +151,8 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(
     count, processes, drop_last, passes
 ):
     for epoch in (0, 1):
-        padded, packed = [], []
+        padded = []
+        packed = []
         for rank in range(processes):
             order = SeedableRandomSampler(range(count), data_seed=5)
             order.set_epoch(epoch)
@@ -218,7 +224,8 @@ def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
         args = arguments(tmp_path, max_steps=steps, num_train_epochs=epochs, **options)
         return samplers.passes_in_step(args, rows)
 
-    two, three = passes(-1, 2), passes(-1, 3)
+    two = passes(-1, 2)
+    three = passes(-1, 3)
     assert two < three == passes(-1, 2.5)
     assert [passes(steps, 1) for steps in (12, 13, 18)] == [two, three, three]
     assert passes(12, 50) == two
@@ -235,9 +242,16 @@ def test_rows_of_a_step_are_those_of_all_processes(tmp_path):
 def test_processes_share_the_tokens_of_a_step(processes, passes):
     """By hand: four rows of 5 tokens, of which a pass holds two."""
     args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1, global_batch_size=4)
-    args.world_size, args.process_index, args.dataloader_drop_last = processes, 0, False
-    args.packing, args.train_sampling_strategy, args.max_length = True, "sequential", 10
-    args.seed, args.data_seed, args.max_steps, args.num_train_epochs = 0, None, -1, 1
+    args.world_size = processes
+    args.process_index = 0
+    args.dataloader_drop_last = False
+    args.packing = True
+    args.train_sampling_strategy = "sequential"
+    args.max_length = 10
+    args.seed = 0
+    args.data_seed = None
+    args.max_steps = -1
+    args.num_train_epochs = 1
     rows = Dataset.from_dict({"length": [5] * 4})
     assert samplers.passes_in_step(args, rows) == passes
 
@@ -291,7 +305,8 @@ def test_rows_of_a_step_are_packed_up_to_max_length(tmp_path, checkpoint):
     rows = training.rows(20, images=lambda number: number % 2, turns=lambda number: 1 + number % 3)
     rows = rows.select_columns(["images", "messages"])
     options = {**OPTIONS, "per_device_train_batch_size": 1, "eval_strategy": "no"}
-    ended, passes = [], []
+    ended = []
+    passes = []
     for own in ({}, {"packing": True, "max_length": 400}):
         trainer = training.trainer(tmp_path / f"{own}", checkpoint, rows, **options, **own)
         sizes = []
@@ -333,7 +348,8 @@ def test_a_run_ends_as_with_padding(tmp_path, checkpoint, how, options):
     rows = training.rows(20, images=lambda number: number % 3, turns=lambda number: 1 + number % 4)
     rows = rows.select_columns(["images", "messages"])  # of which the trainer counts the tokens
     options = {**OPTIONS, **options, "held_out": training.rows(5, images=lambda number: number % 2)}
-    losses, weights = [], []
+    losses = []
+    weights = []
     for own in ({}, {how: True}):
         torch.manual_seed(0)  # for adapters
         trainer = training.trainer(tmp_path / f"{own}", checkpoint, rows, **options, **own)
@@ -361,13 +377,15 @@ def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, 
     model = tiny.model(text=tiny.text_config(cls=cls, **settings))
     refused = pytest.raises(ValueError, match=rf"padding_free .* {cls.model_type}\. Leave it out")
     with nullcontext() if apart else refused:
-        check, args = PackedAttentionCheck(), training.settings(tmp_path)
+        check = PackedAttentionCheck()
+        args = training.settings(tmp_path)
         check.on_train_begin(args, None, None, model=model)
 
 
 def test_dropout_is_not_taken_for_rows_that_mix(tmp_path):
     model = tiny.model(text=tiny.text_config(attention_dropout=0.9)).train()
-    check, args = PackedAttentionCheck(), training.settings(tmp_path)
+    check = PackedAttentionCheck()
+    args = training.settings(tmp_path)
     check.on_train_begin(args, None, None, model=model)
     assert all(module.training for module in model.modules())
 
@@ -380,7 +398,8 @@ class Leaks(torch.nn.Module):
     def __init__(self, by_place: float, by_others: float):
         super().__init__()
         self.config = tiny.text_config()
-        self.by_place, self.by_others = by_place, by_others
+        self.by_place = by_place
+        self.by_others = by_others
 
     def forward(self, input_ids, position_ids, use_cache):
         logits = functional.one_hot(input_ids, 16).float()  # 6 logits of 96 are 1

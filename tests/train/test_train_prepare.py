@@ -139,13 +139,15 @@ def test_a_packed_step_has_as_many_rows_as_without_packing(tmp_path, planned):
 
 
 def test_one_held_out_data_set_with_a_name_keeps_it(tmp_path, planned):
-    rows, args = training.rows(2), training.settings(tmp_path)
+    rows = training.rows(2)
+    args = training.settings(tmp_path)
     named = planned(rows, args, held_out={"easy": rows}).data.held_out
     assert named.keys() == {"easy"} and len(named["easy"]) == 2
 
 
 def test_data_arguments_name_all_rows(tmp_path, planned, opened):
-    named, args = DataArguments(dataset_name="data"), training.settings(tmp_path)
+    named = DataArguments(dataset_name="data")
+    args = training.settings(tmp_path)
     collator = ConversationCollator(opened.processor)
     for given in (dict(held_out=training.rows(2)), dict(collator=collator)):
         with pytest.raises(ValueError, match="DataArguments name all rows"):
@@ -158,7 +160,9 @@ def test_rows_that_were_named_are_read_as_the_options_say(tmp_path, planned):
     for strategy, held_out in (("steps", 2), ("epoch", 2), ("no", None)):
         args = training.settings(tmp_path / "out", eval_strategy=strategy, eval_steps=1)
         data = planned(named, args).data
-        rows, evaluated, collator = data.train, data.held_out, data.collator
+        rows = data.train
+        evaluated = data.held_out
+        collator = data.collator
         assert (evaluated and len(evaluated)) == held_out
         assert len(rows) == 5 - (held_out or 0) and data.report.sources[0].found == 5
         assert collator.bad_rows == "skip"
@@ -295,7 +299,8 @@ def test_the_metric_of_the_best_step_is_one_that_is_measured(tmp_path):
     def check(held_out, has_metrics=False, **own):
         check_best_metric(training.settings(tmp_path, **{**BEST, **own}), held_out, has_metrics)
 
-    one, several = training.rows(2), {"easy": training.rows(2), "hard": training.rows(2)}
+    one = training.rows(2)
+    several = {"easy": training.rows(2), "hard": training.rows(2)}
     own = dict(metric_for_best_model="accuracy", greater_is_better=True)
     of_one = dict(metric_for_best_model="eval_hard_accuracy", greater_is_better=True)
     check(one)
@@ -460,7 +465,8 @@ def test_rows_are_checked_as_their_collator_says(tmp_path, opened, caplog):
     rows = [{"messages": row["messages"], "images": row["images"]} for row in rows]
     rows[1]["messages"] = rows[1]["messages"][:1]  # without an answer
     rows = Dataset.from_list(rows)
-    collator, args = ConversationCollator(opened.processor), training.settings(tmp_path)
+    collator = ConversationCollator(opened.processor)
+    args = training.settings(tmp_path)
     with pytest.raises(ValueError, match="own rows, row 1"):
         checked_rows(rows, "own rows", collator, args, "eval")
     checked, report = checked_rows(

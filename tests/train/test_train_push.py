@@ -19,7 +19,8 @@ from normalign_llava.hub_cards.push.record import additions
 
 pytestmark = pytest.mark.slow
 REPO = "ann/tiny-llava"
-HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
+HEAD = "<!-- by hand: notes -->\n"
+END = "<!-- end by hand -->"
 MODEL = {
     *(".gitattributes", "publication.json", "README.md", "build.json", "training.json"),
     *("configuration_normalign_llava.py", "modeling_normalign_llava.py", *stored.FILES),
@@ -67,7 +68,8 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
     assert not [path for path in written if path.is_file() and token.encode() in path.read_bytes()]
     assert token not in done.stdout + done.stderr
 
-    repository, out = hub.repository(REPO), tmp_path / "out"
+    repository = hub.repository(REPO)
+    out = tmp_path / "out"
     assert len(repository.commits()) == 3 and set(repository.head().files) == MODEL | {"notes.txt"}
     assert not [blob for blob in repository.blobs.values() if token.encode() in blob]
     assert by_hand(text := repository.read("README.md").decode())["notes"] == "Ask Ann.\n"
@@ -153,7 +155,9 @@ class Pusher:
 
     def __init__(self, repo_id=REPO, revision=None, first=True):
         self.args = SimpleNamespace(output_dir="my run", hub_revision=revision)
-        self.hub_model_id, self.hub_token, self.done = repo_id, "of the options", []
+        self.hub_model_id = repo_id
+        self.hub_token = "of the options"
+        self.done = []
         self.is_world_process_zero = lambda: first
 
     def init_hf_repo(self, **given):

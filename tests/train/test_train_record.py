@@ -29,7 +29,8 @@ from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
 from normalign_llava.train.settings import Precision
 
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 LANGUAGE = r".*language_model.*q_proj"
 
 
@@ -188,7 +189,8 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
     assert record._changes_of_accelerator(AcceleratorConfig()) == {}
     assert record._changes_of_accelerator(changed) == compared
     config = LoraConfig(r=4, target_modules=["v", "q"], base_model_name_or_path="/here/model")
-    config.revision, config.peft_version = "v2", "0.1"
+    config.revision = "v2"
+    config.peft_version = "0.1"
     config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
     assert record._changes_of_adapters(config) == {"r": 4, "target_modules": ["q", "v"]}
     switched_off = LoraConfig(init_lora_weights=False)  # which is True by default
@@ -203,13 +205,15 @@ def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
     told_elsewhere = dict(run_name="mine", hub_token="secret", learning_rate=0.5)
     told_elsewhere |= dict(resume_from_checkpoint="last", logging_nan_inf_filter=False)
     args = training.settings(tmp_path, stage="tune", **told_elsewhere)
-    args.do_eval, args.dataloader_pin_memory = True, not args.dataloader_pin_memory
+    args.do_eval = True
+    args.dataloader_pin_memory = not args.dataloader_pin_memory
     args.accelerator_config = AcceleratorConfig(even_batches=False)
     Accelerator(cpu=True)  # the options have made accelerate forget its state
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     dropped = [DroppedRow("a.json", 3, "x.png", "is truncated")]
     report = DataReport([SourceReport("a.json", "train", dropped=dropped)])
-    model, rates = tiny.model(), {"norm": 1e-3}
+    model = tiny.model()
+    rates = {"norm": 1e-3}
     model.config.text_embedding_norm = 0.75
     opened = OpenedModel(model, None, model.config, None, None, None, None)
     data = CheckedData(None, None, None, report)
@@ -516,7 +520,8 @@ def test_the_model_that_was_built_must_be_the_same(resumed):
 
 def test_the_passes_of_a_packed_run_may_change_and_those_of_others_may_not(resumed):
     for packing in (True, False):
-        before, now = copy.deepcopy(BEFORE), copy.deepcopy(BEFORE)
+        before = copy.deepcopy(BEFORE)
+        now = copy.deepcopy(BEFORE)
         for made, passes in ((before, 2), (now, 3)):
             made["options"] |= {"packing": packing, "gradient_accumulation_steps": passes}
         if packing:

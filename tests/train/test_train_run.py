@@ -71,7 +71,8 @@ def killed(when: str, file: str, output: Path) -> list:
 
 def assert_same(whole: Path, resumed: Path) -> None:
     """Every figure of the log and every weight is equal to the bit."""
-    (logged, weights), (logged_again, weights_again) = result(whole), result(resumed)
+    (logged, weights) = result(whole)
+    (logged_again, weights_again) = result(resumed)
     assert [entry["step"] for entry in logged if "loss" in entry] == list(range(1, STEPS + 1))
     assert logged_again == logged
     training.assert_equal(weights_again, weights)
@@ -80,7 +81,8 @@ def assert_same(whole: Path, resumed: Path) -> None:
 def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(
     tmp_path, parts, capsys, monkeypatch
 ):
-    file, ended = training.recipe(tmp_path, parts, stage="align"), []
+    file = training.recipe(tmp_path, parts, stage="align")
+    ended = []
     end = Accelerator.end_training
 
     def end_training(accelerator):  # trackers, and the processes' group
@@ -156,7 +158,8 @@ def test_a_run_imports_what_it_uses(prepared, tmp_path, parts):
 
 def test_a_checkpoint_of_the_hub_is_asked_for_once_at_its_commit(hub, prepared, tmp_path, parts):
     served = hub.serve("bea/base", parts / "model")
-    notice, build = "notices/vision/LICENSE", json.loads((parts / "model/build.json").read_text())
+    notice = "notices/vision/LICENSE"
+    build = json.loads((parts / "model/build.json").read_text())
     named = json.dumps({**build, "notices": [notice]})
     commit = served.change({"build.json": named.encode(), notice: b"the terms"}).oid
     served.branches["trial"] = commit
@@ -216,7 +219,9 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     """Images of 8 of 16 rows alone are opened first, as long as they can tell enough."""
     monkeypatch.setattr(table, "MANY_ROWS", 8)
     unopened = sorted({*range(16)} - {*np.random.default_rng(0).choice(16, 8, replace=False)})
-    data, bad, folders = tmp_path / "data" / "data.json", unopened[0], []
+    data = tmp_path / "data" / "data.json"
+    bad = unopened[0]
+    folders = []
 
     def run(cut, *words):
         images = ["cut.png" if number in cut else "red.png" for number in range(16)]
@@ -250,7 +255,9 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
 
 
 def test_killed_in_a_save_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd):
-    file, whole, stopped = recipe(tmp_path / "run", parts), tmp_path / "whole", tmp_path / "stopped"
+    file = recipe(tmp_path / "run", parts)
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
     main([file, "--output_dir", str(whole)])
     done = prepared.run(killed("save:4", file, stopped))
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
@@ -265,7 +272,8 @@ def test_killed_in_a_save_and_resumed_is_as_if_never_stopped(prepared, tmp_path,
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, INTERRUPT])
 def test_a_stopped_run_leaves_no_process_and_says_how_to_resume(prepared, tmp_path, parts, number):
-    file, stopped = recipe(tmp_path / "run", parts, dataloader_num_workers=2), tmp_path / "stop ped"
+    file = recipe(tmp_path / "run", parts, dataloader_num_workers=2)
+    stopped = tmp_path / "stop ped"
     done = prepared.run(killed(f"{number.name}:5", file, stopped))
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
@@ -282,7 +290,8 @@ def test_a_stopped_run_leaves_no_process_and_says_how_to_resume(prepared, tmp_pa
 
 def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, processor):
     processor(0.3)
-    file, output = recipe(tmp_path / "run", parts, bf16=None, max_steps=2), tmp_path / "out"
+    file = recipe(tmp_path / "run", parts, bf16=None, max_steps=2)
+    output = tmp_path / "out"
     main([file, "--output_dir", str(output)])
     processor(5.0)
     main([file, "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", "3"])
@@ -302,9 +311,11 @@ def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts,
     if case == "streamed mixture":
         paths = [str(parts / name / "data.json") for name in ("first", "second")]
         datasets = [dict(path=paths[0], fraction=0.7), dict(path=paths[1], fraction=0.3)]
-        options, step = {**options, "datasets": datasets}, 2
+        options = {**options, "datasets": datasets}
+        step = 2
     words = [recipe(tmp_path / "run", parts, **options), "--dataloader_num_workers"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
     main([*words, str(before), "--output_dir", str(whole)])
     shutil.copytree(whole / f"checkpoint-{step}", stopped / f"checkpoint-{step}")
     main([*words, str(after), "--output_dir", str(stopped), "--resume_from_checkpoint"])
@@ -312,7 +323,8 @@ def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts,
 
 
 def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
-    file, out = recipe(tmp_path / "run", parts, max_steps=4), tmp_path / "out"
+    file = recipe(tmp_path / "run", parts, max_steps=4)
+    out = tmp_path / "out"
     first = prepared.start(killed("wait:3", file, out))
     while not (tmp_path / "out-waiting").exists():
         assert first.poll() is None, "it has ended"
@@ -348,7 +360,8 @@ def test_a_run_is_resumed_with_what_does_not_change_its_steps_and_not_as_another
     file = recipe(tmp_path / "run", parts, max_steps=4)
     resumed = [file, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
     out = main([*resumed[:3], "--max_steps", "2"])
-    other, second = training.checkpoint(tmp_path / "other", seed=1), parts / "second" / "data.json"
+    other = training.checkpoint(tmp_path / "other", seed=1)
+    second = parts / "second" / "data.json"
     rows = [train_data.llava(f"<image>\nother {i}?", "so", "red.png") for i in range(10)]
     data = train_data.write_json(tmp_path / "first", [*rows, train_data.llava("no image?", "no")])
     for words, named in (
@@ -373,7 +386,8 @@ def test_a_bad_row_of_a_stream_stops_before_a_run_that_skips_it(parts, tmp_path,
     rows = [*train_data.mixed_rows() * 2, train_data.llava("Q", "")]
     path = train_data.write_json(tmp_path / "data", rows, "data.jsonl")
     options = dict(dataset_streaming=True, shuffle_buffer_size=1, max_steps=4, save_steps=1)
-    file, out = recipe(tmp_path / "run", parts, dataset_name=str(path), **options), tmp_path / "out"
+    file = recipe(tmp_path / "run", parts, dataset_name=str(path), **options)
+    out = tmp_path / "out"
     message = r"row 10: the answer in turn 1 is empty.*_rows skip.*_from_checkpoint (\S+)\. What"
     with pytest.raises(ValueError) as error:
         main([file, "--output_dir", str(out)])

@@ -28,7 +28,8 @@ def processor():
 
 
 def test_the_order_follows_from_seed_and_epoch():
-    one, orders = SeededLengthGroups(LENGTHS, 8, seed=3), []
+    one = SeededLengthGroups(LENGTHS, 8, seed=3)
+    orders = []
     for epoch in (0, 1, 0):
         one.set_epoch(epoch)
         orders.append(list(one))

@@ -33,9 +33,11 @@ def test_the_peak_is_of_the_storages_that_live_at_once_each_counted_once():
 
 
 def test_what_is_moved_to_another_part_is_counted_there_until_it_is_freed():
-    ledger, unknown = _Ledger(), torch.ones(3)
+    ledger = _Ledger()
+    unknown = torch.ones(3)
     with ledger:
-        first, second = torch.empty(4), torch.empty(6)
+        first = torch.empty(4)
+        second = torch.empty(6)
         ledger.move(first[:2], GRADIENTS)  # a part of a storage moves all of it
         third = torch.empty(8)
         assert ledger.parts == {ACTIVATIONS: 56, GRADIENTS: 16}
@@ -53,7 +55,8 @@ def test_a_weight_counts_nothing_and_its_copy_in_half_precision_is_autocast_s(tr
     weight = nn.Parameter(torch.ones(6, 4).t(), requires_grad=trained)
     weight.constants = "of a quantized weight"
     ledger = _Ledger()
-    shape, buffer = ledger.weight(weight), ledger.weight(torch.ones(3, dtype=torch.float64))
+    shape = ledger.weight(weight)
+    buffer = ledger.weight(torch.ones(3, dtype=torch.float64))
     assert isinstance(shape, nn.Parameter) and not isinstance(buffer, nn.Parameter)
     assert shape.requires_grad == trained and shape.constants == weight.constants
     assert (shape.shape, shape.stride(), shape.dtype) == ((4, 6), (1, 4), torch.float32)
@@ -132,10 +135,8 @@ def test_a_shape_is_like_its_tensor_and_outside_a_ledger_computes_nothing():
 def test_a_layer_in_4_bits_unpacks_its_weight_while_it_multiplies():
     pytest.importorskip("bitsandbytes")
     ledger = _Ledger()
-    packed, absmax = (
-        ledger.weight(torch.zeros(64 * 32 // 2, 1, dtype=torch.uint8)),
-        ledger.weight(torch.zeros(64 * 32 // 64)),
-    )
+    packed = ledger.weight(torch.zeros(64 * 32 // 2, 1, dtype=torch.uint8))
+    absmax = ledger.weight(torch.zeros(64 * 32 // 64))
     with ledger:
         read = torch.empty(2, 32, dtype=torch.float16)
         product = torch.ops.bitsandbytes.gemm_4bit(read, packed, [64, 32], absmax, 64, "nf4")

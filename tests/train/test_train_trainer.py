@@ -33,7 +33,8 @@ from normalign_llava.train.settings import Precision
 pytestmark = pytest.mark.slow
 FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
 NF4 = BitsAndBytesConfig(load_in_4bit=True)
-HALF, FULL = ["bfloat16"], ["float32"]
+HALF = ["bfloat16"]
+FULL = ["float32"]
 
 
 def batch(trainer, count=2):
@@ -83,7 +84,8 @@ def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoi
 def test_under_fsdp_gradients_that_are_missing_are_filled(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint)
     assert not trainer.create_optimizer()._optimizer_step_pre_hooks
-    trainer.optimizer, trainer.is_fsdp_enabled = None, True
+    trainer.optimizer = None
+    trainer.is_fsdp_enabled = True
     assert [*trainer.create_optimizer()._optimizer_step_pre_hooks.values()] == [fill_gradients]
 
 
@@ -93,9 +95,11 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
     ours = training.trainer(tmp_path, checkpoint, max_steps=1)
-    model, args = copy.deepcopy(base_model(ours.model)), copy.deepcopy(ours.args)
+    model = copy.deepcopy(base_model(ours.model))
+    args = copy.deepcopy(ours.args)
     data = (ours.data_collator, ours.train_dataset, None, ours.processing_class)
-    stock, losses = SFTTrainer(model, args, *data), []
+    stock = SFTTrainer(model, args, *data)
+    losses = []
     for trainer in (ours, stock):
         trainer.model.zero_grad()
         loss = trainer.compute_loss(trainer.model, dict(batch(ours)), num_items_in_batch=None)
@@ -117,9 +121,11 @@ def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
 
 def test_without_images_the_loss_is_the_decoders_and_the_tower_learns_nothing(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, dataset=training.rows(images=lambda number: 0))
-    model, inputs = trainer.model, batch(trainer)
+    model = trainer.model
+    inputs = batch(trainer)
     assert "pixel_values" not in inputs
-    language, labels = copy.deepcopy(base_model(model)), inputs["labels"][:, 1:]
+    language = copy.deepcopy(base_model(model))
+    labels = inputs["labels"][:, 1:]
     read = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     logits = language.lm_head(language.model.language_model(**read)[0])[:, :-1]
     learned = labels != -100
@@ -139,7 +145,8 @@ def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it()
     sizes |= dict(hidden_size=tiny.WIDTH, num_hidden_layers=2, num_attention_heads=2)
     model = tiny.model(text=FalconConfig(vocab_size=tiny.VOCABULARY, **sizes), tied=False)
     decoder = model.model.language_model.requires_grad_(False)
-    runs, embeddings = [], torch.randn(1, 9, tiny.WIDTH, requires_grad=True)
+    runs = []
+    embeddings = torch.randn(1, 9, tiny.WIDTH, requires_grad=True)
     first = next(module for module in decoder.modules() if isinstance(module, torch.nn.Linear))
     first.register_forward_hook(lambda *args: runs.append(1))
 
@@ -167,7 +174,8 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, bits, bf16
     options |= dict(use_peft=True, lora_modules_to_save=["embed_tokens", "lm_head"], bf16=bf16)
     options |= dict(learning_rate=2e-6, vision_learning_rate=2e-6, lr_scheduler_type="constant")
     trainer = training.trainer(tmp_path, untied, dtype="bfloat16", **options)
-    before, named = weights(trainer.model), trainer.model.named_parameters()
+    before = weights(trainer.model)
+    named = trainer.model.named_parameters()
     trained = {name: value for name, value in named if value.requires_grad}
     assert {value.dtype for value in trained.values()} == {torch.float32}
     model = base_model(trainer.model).model
@@ -228,7 +236,8 @@ def test_a_projector_is_trained_beside_a_model_that_is_written_as_it_was(tmp_pat
     trainer = training.trainer(tmp_path, half, **FROZEN, **options, **saves)
     kinds = {type(module).__name__ for module in trainer.model.model.language_model.modules()}
     assert {4: "Linear4bit", 8: "Linear8bitLt", 16: "Linear"}[bits] in kinds
-    built, before = weights_of(half), weights(trainer.model)
+    built = weights_of(half)
+    before = weights(trainer.model)
     projector = {name for name in built if "projector" in name}
     assert all(torch.equal(before[name], built[name]) for name in projector)  # not rounded
     trainer.train()
@@ -307,7 +316,8 @@ def test_the_gradient_through_frozen_4_bit_layers_is_that_of_full_ones(tmp_path,
     trainer = training.trainer(tmp_path, checkpoint, **FROZEN, load_in_4bit=True)
     quantized = {"quantization_config": trainer.model.config.quantization_config}
     plain = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, **quantized)
-    plain, inputs = plain.dequantize().double().train(), batch(trainer)
+    plain = plain.dequantize().double().train()
+    inputs = batch(trainer)
     plain(**in_float64(inputs)).loss.backward()
     trainer.model.train()
     trainer.compute_loss(trainer.model, dict(inputs)).backward()
@@ -329,7 +339,8 @@ def test_what_would_train_a_quantized_weight_is_refused_by_name(tmp_path, checkp
         (path, skipping, "llm_int8_skip_modules is set here"),
         (load(path, quantization_config=NF4), None, "To quantize without adapters, give a folder"),
     ):
-        args, rows = training.arguments(tmp_path / "out"), training.rows(2)
+        args = training.arguments(tmp_path / "out")
+        rows = training.rows(2)
         with pytest.raises(ValueError, match=message):
             NormAlignTrainer(given, args, train_dataset=rows, quantization_config=settings)
 
@@ -369,7 +380,8 @@ def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(
         args = training.arguments(tmp_path, **FROZEN, bf16=None, model_init_kwargs=eager)
         given = dict(train_dataset=training.rows(), quantization_config=settings)
         trainer = NormAlignTrainer(large(tmp_path / str(size), half, size), args, **given)
-        model, recorded = trainer.model, trainer.record["options"]
+        model = trainer.model
+        recorded = trainer.record["options"]
         assert trainer.args.fp16 == recorded["fp16"] == holds
         because = f"hidden states .* (reach )?{reach}, .* ends at 65,504"
         assert re.search(because, trainer.facts["precision_because"])

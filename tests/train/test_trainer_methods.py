@@ -322,7 +322,9 @@ def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, 
 
 
 def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, checkpoint):
-    trainer, seen, locked = training.trainer(tmp_path, checkpoint), [], []
+    trainer = training.trainer(tmp_path, checkpoint)
+    seen = []
+    locked = []
     own = trainer.data_collator
 
     def collate(examples):
@@ -368,7 +370,8 @@ def test_an_error_in_a_pass_says_how_large_it_was(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_deepspeed_saves_what_is_trained_and_the_first_process_the_schedule(tmp_path, is_first):
-    model, saved = torch.nn.Linear(2, 3), []
+    model = torch.nn.Linear(2, 3)
+    saved = []
     model.bias.requires_grad_(False)
 
     def save_checkpoint(folder, exclude_frozen_parameters):
@@ -402,7 +405,8 @@ def test_a_model_that_is_sharded_is_saved_under_its_own_name_and_read_by_parts(
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["architectures"] == [kind.__name__]
     assert (tmp_path / "saved" / "modeling_normalign_llava.py").exists()  # that of its class
-    trainer.weights_in, read = [checkpoint], []
+    trainer.weights_in = [checkpoint]
+    read = []
     monkeypatch.setattr(trainer_module, "load_sharded", lambda *given: read.append(given))
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert read == [(trainer.model, tmp_path / "saved")]
@@ -456,7 +460,8 @@ def test_the_first_process_writes_the_card_after_training(monkeypatch, is_first,
     written = []
     monkeypatch.setattr(write, "write_card", lambda *given, **named: written.append((given, named)))
     trainer = SimpleNamespace(is_world_process_zero=lambda: is_first, is_in_train=is_in_train)
-    trainer.args, trainer.hub_model_id = SimpleNamespace(output_dir="a/b"), "ann/b"
+    trainer.args = SimpleNamespace(output_dir="a/b")
+    trainer.hub_model_id = "ann/b"
     NormAlignTrainer.create_model_card(trainer, "arguments of", model_name="TRL's")
     expected = [((Path("a/b"),), {"repo_id": "ann/b"})]
     assert written == (expected if is_first and not is_in_train else [])
@@ -538,7 +543,8 @@ def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
         kept = stored.weights(tmp_path / "out" / f"checkpoint-{best}")
         training.assert_equal(stored.weights(tmp_path / "out"), kept)
         return
-    trainer.args.load_best_model_at_end, trainer.args.max_steps = False, 1
+    trainer.args.load_best_model_at_end = False
+    trainer.args.max_steps = 1
     trainer.train()
     trainer.state.best_model_checkpoint = str(tmp_path / "removed" / "checkpoint-3")
     trainer._load_best_model()  # the Trainer warns
@@ -777,7 +783,8 @@ def logged_losses(count: int) -> list[dict[str, float]]:
 
 def test_the_curve_is_drawn_at_a_save_once_a_minute_in_the_first_process(tmp_path, monkeypatch):
     curves = Curves(monkeypatch)
-    args, callback = SimpleNamespace(output_dir=str(tmp_path)), LossCurve()
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    callback = LossCurve()
     state = TrainerState(log_history=logged_losses(3), best_global_step=1)
     callback.on_save(args, state, None)
     assert not curves.drawn
@@ -808,7 +815,9 @@ def test_a_picture_that_cannot_be_written_does_not_stop_a_run(tmp_path, checkpoi
 def test_a_saved_model_has_the_notices_of_its_base_beside_a_card_by_somebody_else(
     tmp_path, checkpoint, caplog
 ):
-    base, out, notice = tmp_path / "base", tmp_path / "out", "notices/vision/LICENSE"
+    base = tmp_path / "base"
+    out = tmp_path / "out"
+    notice = "notices/vision/LICENSE"
     shutil.copytree(checkpoint, base)
     (base / notice).parent.mkdir(parents=True)
     (base / notice).write_text("the terms")

@@ -26,7 +26,8 @@ from normalign_llava.train.modules.model import module_of
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "trl.md").read_text()
 COLOURS = ("red", "green", "blue", "white")
-MESSAGES, PAIR = ["messages"], ["prompt", "chosen", "rejected"]
+MESSAGES = ["messages"]
+PAIR = ["prompt", "chosen", "rejected"]
 SHORT = {**training.SHORT, "per_device_train_batch_size": 4}
 ON_TINY = {**SHORT, "dtype": "float32", "save_strategy": "steps", "gradient_accumulation_steps": 1}
 
@@ -44,7 +45,8 @@ def rows(*columns: str) -> Dataset:
     made = []
     for number in range(8):
         question = turn("user", f"what is {number}?", [{"type": "image"}])
-        right, wrong = turn("assistant", COLOURS[number % 4]), turn("assistant", "no idea")
+        right = turn("assistant", COLOURS[number % 4])
+        wrong = turn("assistant", "no idea")
         row = {"images": [image(number)], "prompt": question, "messages": question + right}
         row |= {"completion": right, "chosen": right, "rejected": wrong, "label": number % 2 == 0}
         made.append(row)
@@ -91,7 +93,8 @@ def test_without_the_norm_each_trainer_ends_as_stock_llava(tmp_path, kind):
     folder = training.checkpoint(tmp_path, arm="none")
     load = NormAlignLlavaForConditionalGeneration.from_pretrained
     ours, reference = (load(folder, dtype="float32") for _ in range(2))
-    config, known = ours.config.to_dict(), LlavaConfig().to_dict().keys() - {"model_type"}
+    config = ours.config.to_dict()
+    known = LlavaConfig().to_dict().keys() - {"model_type"}
     stock = LlavaForConditionalGeneration(LlavaConfig(**{key: config[key] for key in known}))
     start = weights(ours)
     stock.load_state_dict(ours.state_dict())
@@ -137,7 +140,8 @@ def test_the_page_s_collator_makes_a_batch_as_printed(tmp_path, checkpoint, monk
 def changed(folder, base) -> set[str]:
     """The modules that are not those of the base."""
     load = NormAlignLlavaForConditionalGeneration.from_pretrained
-    ours, theirs = load(folder).state_dict(), load(base).state_dict()
+    ours = load(folder).state_dict()
+    theirs = load(base).state_dict()
     return {module_of(name) for name, value in ours.items() if not torch.equal(value, theirs[name])}
 
 
