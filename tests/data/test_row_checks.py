@@ -237,8 +237,13 @@ def test_processes_check_rows_that_follow_each_other(monkeypatch):
 def test_what_other_processes_found_is_among_the_problems(monkeypatch):
     found = {7: ("b.png", "it is broken")}
     monkeypatch.setattr(checks, "gather_object", lambda own: [*own, *found.items()])
-    images = lambda few: [[inside("red")] for _ in few]
-    paths = lambda few: [[] for _ in few]
+
+    def images(few):
+        return [[inside("red")] for _ in few]
+
+    def paths(few):
+        return [[] for _ in few]
+
     assert checks.image_problems(images, 3, "data", ImageRules()) == found
     assert checks.unopened_image_problems(paths, 3, ImageRules()) == found
 
