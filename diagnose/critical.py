@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.files import ADAPTER_CONFIG
+from ..models import resolve_model
 from .criteria import CRITERIA
-from .load import resolve_model
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers
 from .measure.probe import placed

@@ -12,8 +12,8 @@ from rich.progress import Progress
 from transformers import PreTrainedModel, ProcessorMixin
 
 from ..data.rows.images import decode_image
-from ..diagnose.load import ModelHandle, resolve_model
 from ..errors import Console, escaped, writing_to
+from ..models import ModelHandle, require_processor, resolve_model
 from .answering import (
     AnswerStream,
     Message,
@@ -105,26 +105,23 @@ def ask(
         base=model_options.base,
         base_quantization=model_options.base_quantization,
     )
-    if handle.processor is None:
-        raise ValueError(
-            f"{model} is a language model without vision. Name a vision-language model."
-        )
+    processor = require_processor(handle)
     start = first_turns(options.system)
     decoded_images = []
     if questions:
-        check_texts(handle.processor, [question.turns for question in questions])
+        check_texts(processor, [question.turns for question in questions])
         check_length(handle, questions[0].conversation())
     else:
         decoded_images = [decode_image({"path": str(image), "bytes": None}) for image in images]
         check_length(handle, [*start, user_turn("", decoded_images)])
     loaded = handle.load(dtype=model_options.dtype, load_in_4bit=model_options.load_in_4bit)
     if not questions:
-        converse(loaded, handle.processor, start, decoded_images, options.max_new_tokens)
+        converse(loaded, processor, start, decoded_images, options.max_new_tokens)
     elif len(questions) == 1 and options.output is None:
         Console(stderr=True).print(f"Reading {questions[0].name} ...")  # minutes, on some CPUs
-        print_answer(loaded, handle.processor, questions[0].conversation(), options.max_new_tokens)
+        print_answer(loaded, processor, questions[0].conversation(), options.max_new_tokens)
     else:
-        answer_all(loaded, handle.processor, questions, options, model, answered)
+        answer_all(loaded, processor, questions, options, model, answered)
 
 
 def _questions_of_words(

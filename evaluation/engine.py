@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
 
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.precision import quantization_name
-from ..diagnose.load import ModelHandle
+from ..models import ModelHandle
 from .answering import greedy_config
 from .results import Evaluation, Metric
 

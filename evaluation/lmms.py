@@ -11,7 +11,7 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
 from ..assembly.processing import pad_left
-from ..diagnose.load import resolve_model
+from ..models import require_processor, resolve_model
 
 
 class NormAlignLlava(lmms):
@@ -28,9 +28,7 @@ class NormAlignLlava(lmms):
     ):
         super().__init__()
         handle = resolve_model(pretrained)
-        if handle.processor is None:
-            raise ValueError(f"{handle.name} is a language model. Give a vision-language model.")
-        self.processor = handle.processor
+        self.processor = require_processor(handle)
         pad_left(self.processor.tokenizer)
         self.model = handle.load(dtype=dtype)
         if device:

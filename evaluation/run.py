@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.files import finished_folder, only_writer
-from ..diagnose.load import ModelHandle, resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
+from ..models import ModelHandle, resolve_model
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
 from .options import EvaluateKeywords, EvaluateOptions, ModelOptions
 from .own_data import OWN_TASK, own_task

@@ -71,7 +71,10 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     cases = {
         (checkpoint, "kite.png"): "There is no file",
         (checkpoint, "broken.png"): "broken.png cannot be used",
-        (checkpoint.parent / "language", "noise.png"): "is a language model without vision",
+        (
+            checkpoint.parent / "language",
+            "noise.png",
+        ): "is a language model. Give a vision-language",
     }
     for (model, image), reason in cases.items():
         result = ask(model, tmp_path / image)
@@ -294,4 +297,4 @@ def test_an_adapter_of_another_trainer_is_asked_with_the_remedy_of_the_message(
         done = CliRunner().invoke(app, [*command, "--base-quantization", "none"])
         assert done.exit_code == 0, done.output
     no_adapter = CliRunner().invoke(app, ["ask", str(telling), QUESTION, "--base", str(telling)])
-    assert "is no adapter" in no_adapter.stderr
+    assert "is not an adapter" in no_adapter.stderr
