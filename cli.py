@@ -123,9 +123,9 @@ def gain(
         _, revision = find_model(model, revision)
         tables = embedding_statistics(model, top=top, revision=revision).tables()
         if critical:
-            from .diagnose.critical import updates_of
+            from .diagnose.critical import measure_model_updates
 
-            updates = updates_of(model, revision, trust_remote_code=trust_remote_code)
+            updates = measure_model_updates(model, revision, trust_remote_code=trust_remote_code)
             tables = [*tables, updates.table(model)]
     Console().print(*tables, sep="\n")
 

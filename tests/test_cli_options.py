@@ -257,7 +257,7 @@ def test_the_gain_is_measured_at_the_commit_that_was_found(stopped_at, monkeypat
 
     module = import_module("normalign_llava.assembly.gain")
     monkeypatch.setattr(module, "embedding_statistics", statistics)
-    got = stopped_at("diagnose.critical.updates_of")
+    got = stopped_at("diagnose.critical.measure_model_updates")
     assert invoke("gain some/model --revision trial").exit_code == 0 and got == {}
     line = "gain some/model --revision trial --critical --trust-remote-code"
     assert invoke(line).stderr == "Error: so far\n"
