@@ -51,8 +51,8 @@ class ModelHandle:
         name: The folder's name without the folders above it, or the Hub id.
         checkpoint: What it is loaded from. For an adapter, only its `name` is set: the folder.
         config: The model's configuration.
-        processor: The processor of a vision-language model; None for a language model.
-        model_class: The class that loads the weights; None for an adapter.
+        processor: The processor, or None for a language model.
+        model_class: The class that loads the weights, or None for an adapter.
         adapter: The adapter, if it is one. `load` puts it on its base as in training.
     """
 
@@ -95,7 +95,7 @@ class ModelHandle:
         Fetches weights from the Hub: [`dtype_to_load`] needs their size.
 
         Args:
-            dtype: A dtype or its name; "auto" is the checkpoint's own.
+            dtype: A dtype or its name, or "auto" for the checkpoint's own.
             load_in_4bit: Quantize the decoder's layers, see [`four_bits`].
         """
         dtype = torch_dtype(dtype)

@@ -50,7 +50,7 @@ class Criterion:
         effect: What is measured.
         relation: "at least", "at most" or "within".
         matters: The smallest effect that matters. For "within", the largest that does not.
-        opposite: An effect this far on the other side is against the claim; None for "within".
+        opposite: An effect this far on the other side is against the claim. None for "within".
         error: What the standard error is taken over.
         reason: Why `matters` has this value.
     """

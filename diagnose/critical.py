@@ -78,7 +78,7 @@ class Updates:
         return sum(angles)
 
     def critical_norm(self, share: float) -> float | None:
-        """Returns the norm at which rotation falls to `share` of text's rotation.
+        """Returns the norm that lowers rotation to `share` of text's.
 
         Returns None if this norm is above `LARGEST` times N_text.
         """

@@ -22,7 +22,7 @@ from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..errors import printable
 from ..evaluation.answering import model_inputs, user_turn
-from ..evaluation.questions import text_of
+from ..evaluation.questions import label_of_data, row_name, text_of
 from ..fetched.easy_vqa import held_out
 
 
@@ -92,14 +92,10 @@ def load_samples(
         candidates = _held_out_samples(generator)
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
-        data_path = Path(source.path)
-        label = data_path.resolve().name if data_path.exists() else source.path
-        data_name = label
-        if not Path(data).expanduser().exists():  # a split or a configuration follows the path
-            data_name = ":".join([label, *data.split(":")[1:]])
-        opened = open_source(source, streaming=not data_path.exists())
+        data_name = label_of_data(data, source)
+        opened = open_source(source, streaming=not Path(source.path).exists())
         shuffled_rows = _read_shuffled(opened, max(1_000, count), generator)
-        candidates = _samples_of_rows(shuffled_rows, opened, label)
+        candidates = _samples_of_rows(shuffled_rows, opened, data_name)
     samples = []
     for sample in track(islice(candidates, count), f"images of {data_name}", total=count):
         sample.image  # noqa: B018  (decoded for its errors)
@@ -169,8 +165,7 @@ def _samples_of_rows(
     `label` is the name of the data.
     """
     for origin, number, raw in rows:
-        file_name = label if origin == source.name else Path(origin).name
-        name = f"{file_name}, row {number}"
+        name = row_name(label, source, origin, number)
         image_file = image_name(raw)
         if image_file:
             if "://" in image_file or os.path.isabs(image_file):

@@ -178,7 +178,7 @@ def cosine(models: list[Shown]) -> Sketch:
 
 
 def rotation(models: list[Shown]) -> Sketch:
-    """Draws the angle by which each layer rotates a token (eqs. 8, 13)."""
+    """Draws a token's rotation in each layer (eqs. 8, 13)."""
     ratios = [model.report.depth.asymmetry for model in models]
     sentence = "Visual tokens rotate {} as much as text in each layer"
     title = style.ratio_title(ratios, sentence, "Rotation in each layer")
@@ -369,7 +369,7 @@ def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: floa
 
 
 def _band(depth: Depth, kind: str, quantity: str) -> np.ndarray:
-    """Returns both ends of one standard deviation, `(2, layers)`; for norms, of their logarithm."""
+    """Returns both ends of one standard deviation, `(2, layers)`. Norms deviate by a factor."""
     if quantity == "norm":
         return np.exp(_band(depth, kind, "log_norm"))
     curve = getattr(depth, quantity)[kind]

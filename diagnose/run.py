@@ -46,8 +46,8 @@ from .report import (
 DIAGNOSTICS = "diagnostics"  # within a checkpoint
 DRAWN = r"interface|norms|cosine|rotation|dynamics|(attention|image|baseline_image)_\d+"
 WRITTEN = rf"report\.(json|html)|({DRAWN})\.png"
-QUESTIONS = 16  # samples on which attention is measured
-QUESTIONS_DRAWN = 4  # samples on which it is drawn
+QUESTIONS = 16  # samples whose attention is measured
+QUESTIONS_DRAWN = 4  # samples whose attention is drawn
 PACKAGES = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
 
 
@@ -132,7 +132,7 @@ def diagnose(model: str, **keywords: Any) -> Diagnosis:
         name, against_name: Names in the report. By default, the folders' names or the Hub ids.
 
     Raises:
-        TypeError: There is no such option.
+        TypeError: An option does not exist.
         ValueError: Models, data or options cannot be used.
         OSError: A model cannot be fetched, or the folder cannot be written.
         ImportError: A model needs a package that is not installed.
@@ -306,7 +306,7 @@ def _measure_attention(
 
 
 def read_dynamics(file: Path) -> list[DynamicsStep]:
-    """Reads the inter-layer cosines that training recorded (figure 5); none without a file.
+    """Reads the inter-layer cosines that training recorded (figure 5), if there is such a file.
 
     Raises ValueError if the file has anything else.
     """
@@ -343,7 +343,7 @@ def shown_image(
 
 
 def _written(folder: Path) -> set[str]:
-    """Returns the names of the files of an earlier diagnosis in `folder`; none without a report."""
+    """Returns the names of the files of an earlier diagnosis in `folder`, if it has a report."""
     if not (folder / REPORT).is_file():
         return set()
     return {path.name for path in folder.iterdir() if re.fullmatch(WRITTEN, path.name)}

@@ -78,9 +78,9 @@ def _is_near_an_end(match: re.Match) -> bool:
 
 
 def _option_within(words: str, options: Mapping[str, str]) -> str | None:
-    """Returns the only option whose text is in an answer.
+    """Returns the only option whose text is in an answer, or None. This is rule 5.
 
-    None if the answer is more than twice as long as all options together. This is rule 5.
+    An answer that is more than twice as long as all options together chooses none.
     """
     total_length = 0
     contained_options = []
@@ -97,16 +97,17 @@ def _option_within(words: str, options: Mapping[str, str]) -> str | None:
 
 
 def yes_or_no(answer: str) -> str | None:
-    """Returns which of "yes" and "no" is in the answer; None for neither or both, as in VLMEvalKit.
+    """Returns which of "yes" and "no" is in the answer, or None for neither or both.
 
-    lmms-eval counts the bare word; POPE's authors take all without "no" or "not" for a yes.
+    This is VLMEvalKit's rule. lmms-eval counts only the bare word. POPE's authors take an answer
+    without "no" or "not" for a yes.
     """
     words = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
     return words.pop() if len(words) == 1 else None
 
 
 def named(answer: str, choices: Collection[str]) -> str | None:
-    """Returns which of some words in lower case the answer names; None for none or several.
+    """Returns which of some words in lower case the answer names, or None for none or several.
 
     What follows the last comma counts, as in "red circle, not blue, no", or else the whole answer.
     """

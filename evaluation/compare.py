@@ -19,7 +19,7 @@ from scipy import stats
 
 from ..checkpoint.precision import quantization_name
 from ..errors import Printed
-from .results import EVALUATION, Evaluation, read_evaluations, stored_samples
+from .results import EVALUATION, Evaluation, read_evaluations, read_samples
 from .tasks.benchmarks import by_category, whole_questions
 
 
@@ -367,7 +367,7 @@ def _read_task(folder: Path, result: Evaluation) -> tuple[str, Scores]:
 def _read_stored(folder: Path, version: str | None) -> dict[str, dict[QuestionKey, Any]]:
     """Reads what the harness stored for each metric and question: a number, or (group, score)."""
     scores_by_metric: dict[str, dict[QuestionKey, Any]] = defaultdict(dict)
-    for task, sample in stored_samples(folder):
+    for task, sample in read_samples(folder):
         question = (task, sample["doc_id"], f"{sample['target_hash']} {version}")
         filter_name = sample["filter"]
         for metric in sample["metrics"]:

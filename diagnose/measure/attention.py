@@ -22,8 +22,9 @@ def attention_maps(
 
     It is a mean over heads and over the text tokens after the last visual one. A layer is left out
     if it has no attention map (linear attention), if its map has NaN, or if its mask hides a part
-    of the image from that text (a sliding window, chunks). Only one layer's map is in memory at a
-    time; it has `heads * tokens^2` numbers.
+    of the image from that text (a sliding window, chunks).
+
+    Only one layer's map is in memory at a time. It has `heads * tokens^2` numbers.
 
     Args:
         model: A vision-language model of transformers, also with adapters.

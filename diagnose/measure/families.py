@@ -39,7 +39,7 @@ class Parts:
         model: The model without adapters around it.
         inner: The base model. Its forward pass merges image features and text.
         decoder: The language model without its head. It has `layers` and `norm`.
-        projector_name: Name of the projector in `model`; None if it is not known for this family.
+        projector_name: Name of the projector in `model`, if it is known for this family.
         projector: The projector.
         norm: The norm at the end of the projector of this package's models.
     """
@@ -136,7 +136,7 @@ def token_kinds(
     Args:
         inputs: Model inputs with `input_ids`, `(batch, tokens)`.
         special: Ids of special tokens.
-        newline: Which of the image tokens, in order, are learned newlines; none by default.
+        newline: Which of the image tokens, in order, are learned newlines. By default, none.
 
     Returns:
         Boolean masks, `(kinds, batch * tokens)`.

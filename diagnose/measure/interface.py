@@ -24,8 +24,8 @@ class InterfaceProbe:
     """Measures norms at the interface by hooks on encoder and projector.
 
     Attributes:
-        newline: Which image tokens of the last pass are learned newlines, `(tokens,)`; None if the
-            model has none.
+        newline: Which image tokens of the last pass are learned newlines, `(tokens,)`, or None if
+            the model has no newlines.
     """
 
     def __init__(self, parts: Parts):

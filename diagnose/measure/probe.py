@@ -34,8 +34,8 @@ def probe(
         model: A vision-language model of transformers, also quantized, offloaded or with adapters.
         batches: Inputs of its forward pass: `input_ids` with image tokens expanded, `pixel_values`,
             `attention_mask` and whatever else the family needs. Labels are ignored.
-        tokenizer: The tokenizer or the processor. Its special tokens are counted as such, besides
-            those of the configuration.
+        tokenizer: The tokenizer or the processor. Its special tokens are known then, and not only
+            the ones in the configuration.
         name: Name of the model. By default, the last part of its folder or Hub id.
         data: Name of the data.
 

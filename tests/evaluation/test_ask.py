@@ -69,7 +69,7 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     (tmp_path / "broken.png").write_text("kite")
     (tmp_path / "noise.png").write_bytes(training.image(1))
     cases = {
-        (checkpoint, "kite.png"): "There is no file",
+        (checkpoint, "kite.png"): "does not exist",
         (checkpoint, "broken.png"): "broken.png cannot be used",
         (
             checkpoint.parent / "language",
@@ -82,7 +82,7 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     hidden = shutil.ignore_patterns("*.safetensors")
     without = shutil.copytree(checkpoint, tmp_path / "model", ignore=hidden)
     questions = {
-        "<image>\nWhat?": "has <image>, which",
+        "<image>\nWhat?": "has <image>. It",
         "what? " * 300: "the model reads 256.",
         " ": "empty",
     }
@@ -248,7 +248,7 @@ def test_words_are_images_or_the_question(images, tmp_path):
     assert read_words(["What is kite.png?"]) == ([], "What is kite.png?")
     assert read_words([str(folder), "What?"]) == ([folder], "What?")
     for words in ([first, "kit.png"], ["kit.png", "What?"], ["What?", first]):
-        with pytest.raises(ValueError, match="There is no file"):
+        with pytest.raises(ValueError, match="does not exist"):
             read_words(words)
 
 
