@@ -39,18 +39,14 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     answer = answer.strip()
     patterns = _patterns("".join(options))
     # 1. An answer that is a letter: "B", "b", "(B)", "**B**", "B."
-    letter = patterns.whole.fullmatch(answer)
-    if letter:
-        return letter[1].upper()
+    whole_letter = patterns.whole.fullmatch(answer)
+    if whole_letter:
+        return whole_letter[1].upper()
     # 2. An answer that is the full text of an option.
     words = plain(answer)
-    same_options = [
-        option_key
-        for option_key, option_text in options.items()
-        if words and plain(option_text) == words
-    ]
-    if len(same_options) == 1:
-        return same_options[0]
+    same = [letter for letter, option in options.items() if words and plain(option) == words]
+    if len(same) == 1:
+        return same[0]
     if _REFUSAL.match(answer):
         return None
     # 3. A letter after "answer", "option" or "choice": "The answer is B", "option b".
@@ -83,17 +79,15 @@ def _option_within(words: str, options: Mapping[str, str]) -> str | None:
     An answer that is more than twice as long as all options together chooses none.
     """
     total_length = 0
-    contained_options = []
-    for option_key, option in options.items():
-        option_text = plain(option)
-        total_length += len(option_text)
-        if option_text and re.search(
-            rf"(?<![A-Za-z0-9]){re.escape(option_text)}(?![A-Za-z0-9])", words
-        ):
-            contained_options.append(option_key)
-    if len(contained_options) != 1 or len(words) > 2 * total_length:
+    contained = []
+    for letter, option in options.items():
+        text = plain(option)
+        total_length += len(text)
+        if text and re.search(rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])", words):
+            contained.append(letter)
+    if len(contained) != 1 or len(words) > 2 * total_length:
         return None
-    return contained_options[0]
+    return contained[0]
 
 
 def yes_or_no(answer: str) -> str | None:

@@ -214,9 +214,7 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
     turn_count = len(turns)
     if turns[0]["role"] != "system":
         turns = [*first_turns(system), *turns]
-    image_count = 0
-    for turn in turns:
-        image_count += sum(part["type"] == "image" for part in turn["content"])
+    image_count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
     return Question(
         name=name,
         turns=turns,

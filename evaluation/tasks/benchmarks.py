@@ -52,9 +52,9 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
                 if value.strip().lower() not in values[column]:
                     changes.add(f"{column}={value}")
         if changes:
-            listed_changes = ", ".join(sorted(changes))
             raise ValueError(
-                f"The data set changed: missing columns or new values: {listed_changes}."
+                "The data set changed: missing columns or new values: "
+                f"{', '.join(sorted(changes))}."
             )
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
@@ -85,12 +85,10 @@ def image(document: dict) -> list[Image.Image]:
 def text(document: dict) -> str:
     """Returns the prompt of SEED-Bench-2-Plus, AI2D and ScienceQA. Some lack image or hint."""
     image_marker = "<image>" if document["image"] else ""
-    context_line = ""
+    context = ""
     if document.get("hint"):
-        context_line = f"Context: {document['hint']}\n"
-    return (
-        f"{image_marker}{context_line}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
-    )
+        context = f"Context: {document['hint']}\n"
+    return f"{image_marker}{context}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
 
 
 def mmbench_text(document: dict) -> str:
@@ -164,9 +162,7 @@ def mean_of_categories(rows: list[tuple[str, float]]) -> float:
 
 
 def _listed(document: dict) -> str:
-    return "\n".join(
-        f"{letter}. {option_text}" for letter, option_text in _options(document).items()
-    )
+    return "\n".join(f"{letter}. {text}" for letter, text in _options(document).items())
 
 
 def _options(document: dict) -> dict[str, str]:
@@ -238,9 +234,7 @@ def ocrbench_results(document: dict, answers: list[str]) -> dict:
         accepted = [accepted]
     is_latex = document["dataset"] == "HME100k"
     answer = _normalized(answers[0], is_latex)
-    right = float(
-        any(_normalized(accepted_answer, is_latex) in answer for accepted_answer in accepted)
-    )
+    right = float(any(_normalized(truth, is_latex) in answer for truth in accepted))
     part = PART_OF_TYPE[document["question_type"].strip().lower()]
     return {"total": right, part: right, "acc": right}
 
