@@ -73,9 +73,7 @@ class Updates:
 
     def _total_rotation(self, norm: float) -> float:
         angles = self.rotation(norm)
-        if len(angles) > 1:
-            del angles[-1]
-        return sum(angles)
+        return sum(angles[:-1] or angles)
 
     def critical_norm(self, share: float) -> float | None:
         """Returns the norm that lowers rotation to `share` of text's.

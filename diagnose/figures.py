@@ -54,12 +54,7 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
         The drawings in reading order.
     """
     models = style.shown(report, against)
-    sketches = [
-        interface(models),
-        norms(models),
-        cosine(models),
-        rotation(models),
-    ]
+    sketches = [interface(models), norms(models), cosine(models), rotation(models)]
     if any(model.report.dynamics for model in models):
         sketches.append(dynamics(models))
     sketches += attention(models, output)

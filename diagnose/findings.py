@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
+import numpy as np
+
 from .criteria import (
     AGREES,
     BOTTOM,
@@ -311,24 +313,18 @@ def _distance(report: Report, quantity: str) -> Effect | None:
     curves = getattr(report.depth, quantity)
     if "visual" not in curves or "text" not in curves:
         return None
-    visual = curves["visual"]
-    text = curves["text"]
-    layers = list(zip(visual.mean, text.mean, visual.std, text.std, strict=True))
+    distances = np.abs(np.subtract(curves["visual"].mean, curves["text"].mean))
+    deviations = np.hypot(curves["visual"].std, curves["text"].std)
+    is_counted = np.isfinite(distances + deviations)  # where the layer changes its input
     if quantity != "log_norm":
-        layers = layers[:-1]
-    distances = []
-    deviations = []
-    for layer in layers:
-        if all(map(math.isfinite, layer)):  # the layer changes its input
-            visual_mean, text_mean, visual_std, text_std = layer
-            distances.append(abs(visual_mean - text_mean))
-            deviations.append(math.hypot(visual_std, text_std))
-    if not distances:
+        is_counted[-1] = False
+    if not is_counted.any():
         return None
-    if report.samples < 2:
-        return Effect(fmean(distances), None)
-    # Layers see the same tokens, so averaging over layers does not lower the error.
-    return Effect(fmean(distances), fmean(deviations) / math.sqrt(report.samples))
+    error = None
+    if report.samples > 1:
+        # Layers see the same tokens, so averaging over layers does not lower the error.
+        error = deviations[is_counted].mean().item() / math.sqrt(report.samples)
+    return Effect(distances[is_counted].mean().item(), error)
 
 
 def _distance_from_one(ratio: Effect) -> Effect:

@@ -170,9 +170,10 @@ def report_json(content: dict[str, Any]) -> str:
     NaN and infinity become null, since JSON has no such numbers.
     """
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    lines = []
-    for key, value in finite.items():
-        lines.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+        for key, value in finite.items()
+    ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

@@ -89,14 +89,11 @@ def find_parts(model: nn.Module) -> Parts:
         )
     projector_name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(projector_name)
-    projector_path = None
-    if projector is not None:
-        projector_path = projector_name
-        if inner is not model:
-            projector_path = f"{model.base_model_prefix}.{projector_name}"
+    paths = [path for path, module in model.named_modules() if module is projector]
     projector_norm = None
     if family == "normalign_llava" and model.config.projector_norm != "none":
         projector_norm = inner.multi_modal_projector.norm
+    projector_path = paths[0] if paths else None
     return Parts(model, inner, decoder, projector_path, projector, projector_norm)
 
 
