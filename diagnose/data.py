@@ -137,9 +137,8 @@ def _held_out_samples(rng: random.Random) -> list[Sample]:
     rng.shuffle(questions)
     samples = []
     for question in questions:
-        stored = {"path": str(question.image), "bytes": None}
-        sample_name = f"{question.kind} ({question.image.name})"
-        samples.append(Sample(sample_name, question.text, stored))
+        name = f"{question.kind} ({question.image.name})"
+        samples.append(Sample(name, question.text, {"path": str(question.image), "bytes": None}))
     return samples
 
 

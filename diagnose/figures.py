@@ -212,13 +212,11 @@ def dynamics(models: list[Shown]) -> Sketch:
 
 def _draw_dynamics(axes: Axes, model: Shown, modality: str, step_colors: ScalarMappable) -> None:
     """Draws a curve over layers for each step that a model recorded."""
-    for dynamics_step in model.report.dynamics:
-        cosines: list[float] = getattr(dynamics_step, modality)
-        layers = range(1, len(cosines) + 1)
-        color = step_colors.to_rgba(dynamics_step.step)
-        axes.plot(layers, cosines, color=color, linewidth=1.3)
-    title = f"{modality}, {model.label}"
-    style.tidy(axes, "layer", "cosine similarity", title)
+    for recorded in model.report.dynamics:
+        cosines = getattr(recorded, modality)
+        color = step_colors.to_rgba(recorded.step)
+        axes.plot(range(1, len(cosines) + 1), cosines, color=color, linewidth=1.3)
+    style.tidy(axes, "layer", "cosine similarity", f"{modality}, {model.label}")
     axes.label_outer()
 
 
@@ -226,9 +224,7 @@ def _colors_of_steps(models: list[Shown]) -> ScalarMappable:
     """Returns a scale of colours over the optimizer steps that were recorded."""
     steps = [entry.step for model in models for entry in model.report.dynamics]
     first_step = min(steps)
-    last_step = max(steps)
-    if last_step == first_step:
-        last_step += 1
+    last_step = max(*steps, first_step + 1)
     # The brightest yellow of viridis cannot be seen on white.
     shades = colormaps["viridis"](np.linspace(0, 0.92, 256))
     return ScalarMappable(Normalize(first_step, last_step), ListedColormap(shades))
@@ -295,8 +291,7 @@ def _draw_maps(panels: Sequence[Axes], answers: Answers) -> ScalarMappable:
     """Draws each model's map in its panel, and returns their common scale of colours."""
     maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
     # Up to a high quantile: a few cells with nearly everything would leave all others black.
-    shares_of_all = np.concatenate([np.ravel(shares) for shares in maps])
-    brightest = np.quantile(shares_of_all, 0.995)
+    brightest = np.quantile(np.concatenate([*map(np.ravel, maps)]), 0.995)
     color_scale = Normalize(0, max(brightest, 1e-9))
     for axes, (model, answer), shares in zip(panels, answers, maps, strict=True):
         shaded_map = axes.imshow(

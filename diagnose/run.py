@@ -202,20 +202,18 @@ def _provenance(
     options: DiagnosisOptions, handles: list[ModelHandle], first_question: str
 ) -> dict[str, str]:
     """Returns what the numbers depend on besides the models: options, machine and versions."""
-    precision = options.dtype
-    if options.load_in_4bit:
-        precision = "4-bit, only the decoder's layers"
-    device = "CPU"
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
     provenance = {
         "samples asked for": str(options.samples),
-        "precision asked for": precision,
+        "precision asked for": options.dtype,
         "seed of the sample": str(options.seed),
         "batch size": str(options.batch_size),
-        "device": device,
+        "device": "CPU",
         "Python": platform.python_version(),
     }
+    if options.load_in_4bit:
+        provenance["precision asked for"] = "4-bit, only the decoder's layers"
+    if torch.cuda.is_available():
+        provenance["device"] = torch.cuda.get_device_name()
     for package in PACKAGES:
         provenance[package] = version(package)
     for handle in handles:

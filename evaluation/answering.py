@@ -62,8 +62,11 @@ def greedy_config(
     Answers end at each `eos_token_id` of the configuration, and at the tokenizer's. Penalties,
     beams and other settings that change which token is the next are left out.
     """
-    settings = {name: getattr(model_config, name, None) for name in KEPT}
-    settings = {name: setting for name, setting in settings.items() if setting is not None}
+    settings = {}
+    for name in KEPT:
+        setting = getattr(model_config, name, None)
+        if setting is not None:
+            settings[name] = setting
     end_ids = settings.get("eos_token_id", [])
     end_ids = list(end_ids) if isinstance(end_ids, list | tuple) else [end_ids]
     if tokenizer is not None:
