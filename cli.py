@@ -123,9 +123,9 @@ def gain(
         _, revision = find_model(model, revision)
         tables = embedding_statistics(model, top=top, revision=revision).tables()
         if critical:
-            from .diagnose.critical import updates_of
+            from .diagnose.critical import measure_model_updates
 
-            updates = updates_of(model, revision, trust_remote_code=trust_remote_code)
+            updates = measure_model_updates(model, revision, trust_remote_code=trust_remote_code)
             tables = [*tables, updates.table(model)]
     Console().print(*tables, sep="\n")
 
@@ -320,9 +320,9 @@ def compare(
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
         from .checkpoint.files import write_json
-        from .evaluation.compare import compare_arms, read_arm
+        from .evaluation.compare import compare_models, read_scores
 
-        comparison = compare_arms([read_arm(model) for model in models])
+        comparison = compare_models([read_scores(model) for model in models])
         write_json(output / "comparison.json", [asdict(row) for row in comparison.differences])
     Console().print(comparison)
     Console().print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)

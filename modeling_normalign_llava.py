@@ -197,27 +197,29 @@ def embedding_row_norms(weight: Tensor) -> Tensor:
         return torch.cat(norms)
 
 
-def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> float:
+def mean_embedding_norm(weight_or_norms: Tensor, exclude_rows: Iterable[int] = ()) -> float:
     """Returns N_text: the mean L2 norm of the embeddings' rows that are not all zero (eq. 11).
 
     Args:
-        weight: The matrix `(V, d)`, or its rows' norms `(V,)`. The mean is float64.
+        weight_or_norms: The matrix `(V, d)`, or its rows' norms `(V,)`. The mean is float64.
         exclude_rows: Rows that do not count: image token, padding of the vocabulary.
 
     Raises:
-        ValueError: If `weight` is on meta or quantized, if a row that counts is NaN or infinite, or
-            if none counts.
+        ValueError: If the matrix is on meta or quantized, if a row that counts is NaN or infinite,
+            or if none counts.
     """
-    norms = weight if weight.ndim == 1 else embedding_row_norms(weight)
-    counts = norms != 0
-    counts[list(exclude_rows)] = False
-    is_bad = counts & ~norms.isfinite()
+    norms = weight_or_norms
+    if norms.ndim == 2:
+        norms = embedding_row_norms(weight_or_norms)
+    is_counted = norms != 0
+    is_counted[list(exclude_rows)] = False
+    is_bad = is_counted & ~norms.isfinite()
     if is_bad.any():
         bad = is_bad.nonzero().flatten().tolist()
         raise ValueError(f"{len(bad)} embedding rows are NaN or infinite, among them {bad[:10]}.")
-    if not counts.any():
+    if not is_counted.any():
         raise ValueError(f"All {len(norms)} embedding rows are zero or excluded. Load the weights.")
-    return norms[counts].mean().item()
+    return norms[is_counted].mean().item()
 
 
 def rows_of_token(norms: Tensor, token_id: int) -> list[int]:

@@ -37,8 +37,8 @@ from .parts import (
     check_language_model,
     hide_ends,
     load_language_model,
+    logits_of_fixed_text,
     set_chat_template,
-    text_logits,
     vision_config,
 )
 from .processing import ARMS, check_feature_layer, make_processor
@@ -179,7 +179,7 @@ def build_checkpoint(
         language_model = load_language_model(language_part, dtype)
         tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
         add_image_token(language_model, tokenizer)
-        logits = text_logits(language_model)
+        logits = logits_of_fixed_text(language_model)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
             text_config=language_model.config,

@@ -158,7 +158,7 @@ def assemble(
         config: The model's configuration.
         tower: The vision encoder.
         language: The causal language model.
-        logits: The [`text_logits`] of the language model by itself.
+        logits: The [`logits_of_fixed_text`] of the language model by itself.
 
     Raises:
         ValueError: If the model computes other logits, or they are not finite.
@@ -177,14 +177,14 @@ def assemble(
     model.model.multi_modal_projector = projector
     model.generation_config = language.generation_config
     tolerance = 1e-2 * logits.abs().max().item()
-    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=tolerance):
+    if not torch.allclose(logits_of_fixed_text(model), logits, rtol=1e-2, atol=tolerance):
         fault = "Inside LLaVA, the language model computes other logits than by itself"
         raise ValueError(f"{fault}. Use another language model.")
     return model
 
 
 @torch.no_grad()
-def text_logits(model: PreTrainedModel) -> Tensor:
+def logits_of_fixed_text(model: PreTrainedModel) -> Tensor:
     """Returns logits `(1, 8, V)`, float32, of a fixed text."""
     vocabulary_size = model.get_input_embeddings().num_embeddings
     input_ids = torch.arange(3, 3 + 8).remainder(vocabulary_size)[None]

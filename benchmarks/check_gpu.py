@@ -40,7 +40,7 @@ from shapes import SHAPES
 from step import random_checkpoint, write_rows
 
 
-TESTS = ["architecture", "checkpoint/test_precision.py", "diagnose/test_diagnose_load.py"]
+TESTS = ["architecture", "checkpoint/test_precision.py", "test_models.py"]
 TESTS += ["test_cli.py"]
 TESTS += [f"evaluation/test_{name}.py" for name in ("ask", "evaluate_batches", "evaluate_run")]
 

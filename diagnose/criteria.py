@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule by which a diagnosis agrees with a claim of the paper, and its table of thresholds.
+"""When a diagnosis agrees with a claim of the paper: the rule, and its table of thresholds.
 
-A claim is about effects. Each is measured with a standard error, and has a smallest size that
-matters. The claim holds here if every effect is at least as large as that, beyond two standard
-errors. An effect that is significant but does not matter is "too small". An effect that matters but
-is not significant is "unclear".
+A claim is about one or two effects. Each is measured with a standard error, and has a smallest size
+that matters. The claim holds here if every effect, less two standard errors, has at least this
+size. An effect that is significant but does not matter is "too small". An effect that may matter
+but is not significant is "unclear".
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ UNCLEAR = "unclear"
 NOT_MEASURED = "not measured"
 DOES_NOT_APPLY = "does not apply"
 
-LEAST_FAVOURABLE_FIRST = (DISAGREES, TOO_SMALL, UNCLEAR, AGREES)
+CHECKED = (DISAGREES, TOO_SMALL, UNCLEAR, AGREES)
+"""Outcomes of claims that could be checked, the least favourable first."""
 
 ERRORS = 2.0  # standard errors on each side of a measured effect: about 95 %
 EQUAL = 1.25  # sizes within this factor of each other count as equal
@@ -29,27 +30,37 @@ WITHIN = "within"
 
 @dataclass(frozen=True)
 class Effect:
-    """A measured value, and its standard error; None if it is not known."""
+    """A measured value, and its standard error, None if that is not known."""
 
     value: float
     error: float | None
 
     def mapped(self, value: float, slope: float) -> "Effect":
-        """The effect on another scale: its value there, and the slope of the scale at it."""
+        """Returns the effect on another scale, given its value and the slope there."""
         error = None if self.error is None else self.error * slope
         return Effect(value, error)
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """What is asked of one effect, and why."""
+    """What is asked of one effect, and why.
 
-    claim: str  # the claim of the paper, and its place there
-    effect: str  # what is measured
-    relation: str  # "at least", "at most" or "within"
-    matters: float  # the smallest effect that matters; for "within", the largest that does not
-    opposite: float | None  # an effect this far is against the claim; None for "within"
-    error: str  # what the standard error is taken over
+    Attributes:
+        claim: The claim of the paper, and its place there.
+        effect: What is measured.
+        relation: "at least", "at most" or "within".
+        matters: The smallest effect that matters. For "within", the largest that does not.
+        opposite: An effect this far on the other side is against the claim. None for "within".
+        error: What the standard error is taken over.
+        reason: Why `matters` has this value.
+    """
+
+    claim: str
+    effect: str
+    relation: str
+    matters: float
+    opposite: float | None
+    error: str
     reason: str
 
     def outcome(self, effect: Effect) -> str:
@@ -116,7 +127,7 @@ CRITERIA = {
         EQUAL,
         None,
         "samples",
-        "A quarter is small beside the ratios of norms, from which rotation is to follow.",
+        "A quarter is small beside the ratios of norms that should explain rotation.",
     ),
     "update angle": Criterion(
         UPDATES,
@@ -138,7 +149,7 @@ CRITERIA = {
     ),
     "nearer norms": Criterion(
         NEARNESS,
-        "factor between norms without the norm, over that with it",
+        "factor between norms without the norm, over the factor with it",
         ABOVE,
         EQUAL,
         1 / EQUAL,
@@ -147,7 +158,7 @@ CRITERIA = {
     ),
     "nearer rotations": Criterion(
         NEARNESS,
-        "factor between rotations without the norm, over that with it",
+        "factor between rotations without the norm, over the factor with it",
         ABOVE,
         1 / 0.9,
         0.9,
@@ -156,7 +167,7 @@ CRITERIA = {
     ),
     "entropy": Criterion(
         FOCUS,
-        "entropy of attention without the norm, minus that with it",
+        "entropy of attention without the norm, minus entropy with it",
         ABOVE,
         0.05,
         -0.05,
@@ -169,4 +180,4 @@ CRITERIA = {
 
 def combined(outcomes: list[str]) -> str:
     """Returns the outcome of a claim about several effects: the least favourable one."""
-    return min(outcomes, key=LEAST_FAVOURABLE_FIRST.index)
+    return min(outcomes, key=CHECKED.index)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm on entry above which layers hardly turn a token: `normalign gain MODEL --critical`.
 
-This is a prediction before training. It needs only a language model: section 3.1 assumes that the
-size of a layer's update and its angle to the state do not depend on the state's norm, so both are
-measured on text.
+This is a prediction before training, from a language model. Section 3.1 assumes that the size of a
+layer's update and its angle to the state do not depend on the state's norm, so both are measured on
+text.
 """
 
 import math
@@ -18,36 +18,48 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.files import ADAPTER_CONFIG
+from ..models import resolve_model
 from .criteria import CRITERIA
-from .load import resolve_model
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers
 from .measure.probe import placed
 from .report import KINDS
 
 
-LARGEST = 1e6  # norm that is tried, in N_text
+LARGEST = 1e6  # the largest norm that is tried, in N_text
 PASSAGES = files(__package__).joinpath("passages.txt").read_text("utf-8").splitlines()
 
 
 def rotation_angle(norm: float, update: float, angle: float) -> float:
-    """Angle ω between h and h + dh, in [0, π]: tan ω = c sin φ / (‖h‖ + c cos φ) (eqs. 8, 13).
+    """Returns the angle ω between h and h + dh: tan ω = c sin φ / (‖h‖ + c cos φ) (eqs. 8, 13).
 
-    `norm` is ‖h‖, `update` c = ‖dh‖, and `angle` φ, the angle between h and dh, in radians.
+    Args:
+        norm: ‖h‖, the norm of the state.
+        update: c = ‖dh‖, the norm of its update.
+        angle: φ, the angle between h and dh, in radians.
+
+    Returns:
+        Radians in [0, π].
     """
     return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates of a decoder's layers on text that enters with the mean norm N_text."""
+    """Updates of a decoder's layers on text.
+
+    Attributes:
+        n_text: Mean norm of text that enters the decoder.
+        sizes: For each layer, the geometric mean over tokens of the update's norm.
+        angles: For each layer, the mean angle between update and state, in radians.
+    """
 
     n_text: float
-    sizes: list[float]  # by layer, the geometric mean over tokens of the update's norm
-    angles: list[float]  # the mean angle of update and state, in radians
+    sizes: list[float]
+    angles: list[float]
 
     def rotation(self, norm: float) -> list[float]:
-        """Rotation by each layer, in radians, of a token that enters with a norm (eq. 13)."""
+        """Returns by how many radians each layer turns a token that enters with a norm (eq. 13)."""
         angles = []
         for size, angle in zip(self.sizes, self.angles, strict=True):
             angles.append(rotation_angle(norm, size, angle))
@@ -56,19 +68,17 @@ class Updates:
         return angles
 
     def relative_rotation(self, norm: float) -> float:
-        """Rotation by all layers but the last, relative to a token that enters with N_text."""
+        """Returns rotation by all layers but the last, over rotation at a norm of N_text."""
         return self._total_rotation(norm) / self._total_rotation(self.n_text)
 
     def _total_rotation(self, norm: float) -> float:
         angles = self.rotation(norm)
-        if len(angles) > 1:
-            del angles[-1]
-        return sum(angles)
+        return sum(angles[:-1] or angles)
 
     def critical_norm(self, share: float) -> float | None:
-        """Returns the norm at which rotation falls to `share` of the rotation of text.
+        """Returns the norm that lowers rotation to `share` of text's.
 
-        Returns None if this norm is above `LARGEST` N_text.
+        Returns None if this norm is above `LARGEST` times N_text.
         """
         lower_bound = self.n_text
         upper_bound = LARGEST * self.n_text
@@ -83,7 +93,7 @@ class Updates:
         return upper_bound
 
     def table(self, model: str) -> Table:
-        """The table for the terminal."""
+        """Returns the table for the terminal."""
         table = Table(title=f"{model}: predicted rotation, by norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
@@ -99,9 +109,16 @@ class Updates:
 def measure_updates(
     decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: list[str]
 ) -> Updates:
-    """Measures the updates of a language model's layers on `texts`, without running its head.
+    """Measures the updates of a language model's layers on texts, without running its head.
 
-    `n_text` is the mean norm of text embeddings as the decoder receives them.
+    Args:
+        decoder: The language model without its head.
+        tokenizer: Its tokenizer.
+        n_text: Mean norm of text embeddings as the decoder receives them.
+        texts: The texts, measured one at a time.
+
+    Raises:
+        ValueError: The layers are not found, or states are NaN, infinite or zero.
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
@@ -111,22 +128,20 @@ def measure_updates(
         with torch.no_grad(), probe.watching(kind_masks.clone):
             decoder(input_ids=token_ids, use_cache=False)
     depth = probe.result()
-    sizes = []
-    angles = []
-    log_sizes = depth.log_update["text"].mean
-    for log_size, angle in zip(log_sizes, depth.update_angle["text"].mean, strict=True):
-        changes_state = math.isfinite(log_size)
-        sizes.append(math.exp(log_size) if changes_state else 0.0)
-        angles.append(angle if changes_state else 0.0)
-    return Updates(n_text, sizes, angles)
+    # NaN for a layer that changes no state.
+    log_sizes = torch.tensor(depth.log_update["text"].mean, dtype=torch.float64)
+    angles = torch.tensor(depth.update_angle["text"].mean, dtype=torch.float64)
+    return Updates(n_text, log_sizes.exp().nan_to_num().tolist(), angles.nan_to_num().tolist())
 
 
-def updates_of(
+def measure_model_updates(
     model: str, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> Updates:
-    """Measures a language model, or the decoder of a vision-language model.
+    """Loads a language model, or the decoder of a vision-language model, and measures its updates.
 
-    Raises ValueError if the model is an adapter, or needs its own code and may not run it.
+    Raises:
+        ValueError: The model is an adapter, or [`resolve_model`] or [`measure_updates`] refuse it.
+        OSError: The files do not exist, or cannot be fetched.
     """
     if (Path(model) / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{model} is an adapter. Measure its base, or merge it first.")

@@ -18,10 +18,11 @@ from transformers import ProcessorMixin
 
 from ..data.rows.forms import columns as columns_of, image_name, known_row, unread_image
 from ..data.rows.images import decode_image
-from ..data.rows.turns import Row
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..errors import printable
+from ..evaluation.answering import model_inputs, user_turn
+from ..evaluation.questions import label_of_data, row_name, text_of
 from ..fetched.easy_vqa import held_out
 
 
@@ -30,15 +31,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about an image."""
+    """A question about an image.
 
-    name: str  # data set, row and image file, without the folders above the data
+    Attributes:
+        name: Data set, row and image file, without the folders above the data.
+        question: The question.
+        stored: The image's `path` or its `bytes`, as `datasets` stores them.
+    """
+
+    name: str
     question: str
-    stored: Mapping[str, Any]  # the image's `path` or its `bytes`, as in `datasets`
+    stored: Mapping[str, Any]
 
     @property
     def image(self) -> Image.Image:
-        """The image, upright and in RGB. It is decoded at each access."""
+        """The image, upright and in RGB. It is decoded at each access.
+
+        Raises ValueError if it cannot be decoded.
+        """
         try:
             return decode_image(dict(self.stored))
         except ValueError as error:
@@ -61,14 +71,15 @@ def load_samples(
     image_folder: str | None = None,
     columns: str | None = None,
 ) -> Samples:
-    """Draws questions with images. All images are decoded, so that a bad one is reported at once.
+    """Reads questions with images. All images are decoded, so that a bad one is reported at once.
 
     The first image and the first user turn of a row are used. Rows without an image are skipped.
 
     Args:
-        data: Data that can be trained on, with or without answers; by default the built-in images.
+        data: Data in any form that training reads, with or without answers. By default, the
+            built-in images.
         count: Number of samples. If there are fewer, all are used, with a warning.
-        seed: Seed by which the samples are drawn.
+        seed: Seed of the random choice.
         image_folder, columns: See [`DataSource`].
 
     Raises:
@@ -81,14 +92,10 @@ def load_samples(
         candidates = _held_out_samples(generator)
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
-        data_path = Path(source.path)
-        data_label = data_path.resolve().name if data_path.exists() else source.path
-        data_name = data_label
-        if not Path(data).expanduser().exists():  # a split or a configuration follows the path
-            data_name = ":".join([data_label, *data.split(":")[1:]])
-        opened_source = open_source(source, streaming=not data_path.exists())
-        shuffled_rows = _shuffled(opened_source, max(1_000, count), generator)
-        candidates = _samples_of_rows(shuffled_rows, opened_source, data_label)
+        data_name = label_of_data(data, source)
+        opened = open_source(source, streaming=not Path(source.path).exists())
+        shuffled_rows = _read_shuffled(opened, max(1_000, count), generator)
+        candidates = _samples_of_rows(shuffled_rows, opened, data_name)
     samples = []
     for sample in track(islice(candidates, count), f"images of {data_name}", total=count):
         sample.image  # noqa: B018  (decoded for its errors)
@@ -109,63 +116,36 @@ def batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Yields model inputs of `samples`, in order, padded on the left: a question after its image.
 
-    It is a user's turn of the chat template, with the generation prompt. Without a template, the
-    text is the image token, a line break and the question.
+    It is a user's turn of the chat template, with the prompt for an answer: see [`model_inputs`].
+
+    Raises ValueError that names the samples if the processor fails.
     """
-    tokenizer = processor.tokenizer
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
         try:
-            inputs = dict(_inputs(processor, batch))
+            conversations = [[user_turn(sample.question, [sample.image])] for sample in batch]
+            inputs = model_inputs(processor, conversations)
         except Exception as error:  # processors raise anything, and never name the sample
             names = ", ".join(sample.name for sample in batch)
             raise ValueError(f"The processor fails for {names}: {error}") from error
-        inputs.pop("labels", None)  # PaliGemma's processor makes them too
-        yield inputs
-
-
-def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> Mapping[str, Tensor]:
-    padding = {"padding": True, "padding_side": "left"}
-    if not processor.chat_template:
-        texts = [f"{processor.image_token}\n{sample.question}" for sample in batch]
-        images = [[sample.image] for sample in batch]
-        return processor(
-            text=texts,
-            images=images,
-            return_tensors="pt",
-            **padding,
-        )
-    chats = []
-    for sample in batch:
-        image = {"type": "image", "image": sample.image}
-        question = {"type": "text", "text": sample.question}
-        chats.append([{"role": "user", "content": [image, question]}])
-    return processor.apply_chat_template(
-        chats,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs=padding,
-    )
+        yield dict(inputs)
 
 
 def _held_out_samples(rng: random.Random) -> list[Sample]:
-    """The built-in questions, in random order."""
+    """Returns the built-in questions in random order. Fetches their images the first time."""
     questions = held_out(per_kind=100)
     rng.shuffle(questions)
     samples = []
     for question in questions:
-        stored = {"path": str(question.image), "bytes": None}
-        sample_name = f"{question.kind} ({question.image.name})"
-        samples.append(Sample(sample_name, question.text, stored))
+        name = f"{question.kind} ({question.image.name})"
+        samples.append(Sample(name, question.text, {"path": str(question.image), "bytes": None}))
     return samples
 
 
-def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
-    """Returns the rows in random order. If they are a stream, these are its first `limit` rows."""
+def _read_shuffled(
+    source: Source, limit: int, rng: random.Random
+) -> Iterable[tuple[str, int, Any]]:
+    """Returns the rows in random order. If they are a stream, reads its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         row_count = len(source.data)
         order = rng.sample(range(row_count), row_count)
@@ -179,26 +159,23 @@ def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[
 def _samples_of_rows(
     rows: Iterable[tuple[str, int, Any]], source: Source, label: str
 ) -> Iterator[Sample]:
-    """Yields the samples of the rows that have an image; `label` is the name of the data."""
+    """Yields the samples of the rows that have an image. Raises ValueError for a bad row.
+
+    `label` is the name of the data.
+    """
     for origin, number, raw in rows:
-        name = _name_of_row(raw, number, label if origin == source.name else Path(origin).name)
-        sample = _sample_of_row(name, raw, source)
+        name = row_name(label, source, origin, number)
+        image_file = image_name(raw)
+        if image_file:
+            if "://" in image_file or os.path.isabs(image_file):
+                image_file = image_file.rpartition("/")[2]
+            name = f"{name} ({image_file})"
+        sample = _require_usable(name, raw, source)
         if sample is not None:
             yield sample
 
 
-def _name_of_row(raw: Any, number: int, label: str) -> str:
-    """Names a row, and its image's file without the folders above the data."""
-    row_name = f"{label}, row {number}"
-    image_file = image_name(raw)
-    if not image_file:
-        return row_name
-    if "://" in image_file or os.path.isabs(image_file):
-        image_file = image_file.rpartition("/")[2]
-    return f"{row_name} ({image_file})"
-
-
-def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:
+def _require_usable(name: str, raw: Any, source: Source) -> Sample | None:
     """Returns a row's first image and the question about it, or None without an image.
 
     Raises ValueError if the row has an image, but cannot be used.
@@ -215,16 +192,11 @@ def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:
         if not has_image and not unread_image(raw, []):
             return None
         raise ValueError(f"{name} cannot be used: {error}.") from error
-    question = _first_question(row)
+    question = ""
+    for turn in row.messages:
+        if turn["role"] == "user":
+            question = printable(text_of(turn))
+            break
     if not question:
         raise ValueError(f"{name} has no question. It has the columns {columns_of(raw)}.")
     return Sample(name, question, image)
-
-
-def _first_question(row: Row) -> str:
-    """Returns the text of the first user turn, or an empty text if there is none."""
-    for turn in row.messages:
-        if turn["role"] == "user":
-            text = "".join(part.get("text", "") for part in turn["content"])
-            return printable(text).strip()
-    return ""

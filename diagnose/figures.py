@@ -46,17 +46,15 @@ STAGES = {
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws the reports into `output`, and returns the drawings in reading order.
+    """Writes the figures of the reports into the folder `output`.
 
-    `output` has the images that attention is drawn on.
+    The folder has the images that attention is drawn on.
+
+    Returns:
+        The drawings in reading order.
     """
     models = style.shown(report, against)
-    sketches = [
-        interface(models),
-        norms(models),
-        cosine(models),
-        rotation(models),
-    ]
+    sketches = [interface(models), norms(models), cosine(models), rotation(models)]
     if any(model.report.dynamics for model in models):
         sketches.append(dynamics(models))
     sketches += attention(models, output)
@@ -66,11 +64,11 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
 
 
 def interface(models: list[Shown]) -> Sketch:
-    """Norms on the way into the language model, a row for each stage (tables 1 to 3)."""
+    """Draws norms on the way into the language model, a row for each stage (tables 1 to 3)."""
     stages = []
     for stage in STAGES:
         is_received = not stage.endswith("_raw")
-        if is_received and any(_positive_moments(models, stage)):
+        if is_received and any(_positive_moments(model, stage) for model in models):
             stages.append(stage)
     ratios = [model.report.interface.ratio for model in models]
     sentence = "Visual tokens enter with {} the norm of text embeddings"
@@ -88,7 +86,7 @@ def interface(models: list[Shown]) -> Sketch:
         )
     _draw_stages(axes, models, stages)
     style.log_scale(axes, "x")
-    text_norm = _positive_moments(models, "vocabulary")[-1]
+    text_norm = _positive_moments(models[-1], "vocabulary")
     if text_norm is not None:
         axes.axvline(
             text_norm.mean,
@@ -107,32 +105,27 @@ def interface(models: list[Shown]) -> Sketch:
     return figure, Drawing("interface.png", "Norms at the interface", caption, "interface")
 
 
-def _positive_moments(models: list[Shown], stage: str) -> list[Moments | None]:
-    """Returns a stage's moments by model, or None if a logarithmic axis cannot show them."""
-    moments_by_model: list[Moments | None] = []
-    for model in models:
-        moments: Moments | None = getattr(model.report.interface, stage)
-        if moments is not None:
-            is_finite = isfinite(moments.mean + moments.std)
-            if not is_finite or moments.mean <= 0:
-                moments = None
-        moments_by_model.append(moments)
-    return moments_by_model
+def _positive_moments(model: Shown, stage: str) -> Moments | None:
+    """Returns a stage's moments, or None if a logarithmic axis cannot show them."""
+    moments = getattr(model.report.interface, stage)
+    if moments is None or moments.mean <= 0 or not isfinite(moments.mean + moments.std):
+        return None
+    return moments
 
 
 def _draw_stages(axes: Axes, models: list[Shown], stages: list[str]) -> None:
-    """Draws a row for each stage, in which each model has its height, and limits the norms."""
+    """Draws a row for each stage, with each model at another height, and sets the axis' limits."""
     lower_ends = []
     upper_ends = []
     middle = (len(models) - 1) / 2
     for stage_index, stage in enumerate(stages):
-        kind, _ = STAGES[stage]
-        for model_index, moments in enumerate(_positive_moments(models, stage)):
+        for model_index, model in enumerate(models):
+            moments = _positive_moments(model, stage)
             if moments is not None:
                 lower_ends.append(max(moments.mean - moments.std, moments.mean / 2))
                 upper_ends.append(moments.mean + moments.std)
                 height = stage_index + 0.34 * (model_index - middle)
-                _draw_norm(axes, height, moments, kind, models[model_index])
+                _draw_norm(axes, height, moments, STAGES[stage][0], model)
     lowest = min(lower_ends)
     highest = max(upper_ends)
     room_for_numbers = (1.15 * highest / lowest) ** 0.1
@@ -157,25 +150,22 @@ def _draw_norm(axes: Axes, height: float, moments: Moments, kind: str, model: Sh
 
 
 def norms(models: list[Shown]) -> Sketch:
-    """Norm of the states (figures 1b, 4a)."""
+    """Draws the norm of the states (figures 1b, 4a)."""
     ratios = [model.report.interface.ratio_data for model in models]
     sentence = "Visual tokens start with {} the norm of text in the data"
     title = style.ratio_title(ratios, sentence, "Norm of the hidden states")
     figure = in_depth(models, "norm", title, "mean L2 norm (logarithmic)")
     caption = (
         "Mean L2 norm of the hidden states (figures 1b, 4a). Bands: one standard deviation of its "
-        "logarithm; a mean above its band comes of a few tokens of huge norm."
+        "logarithm. A few tokens of huge norm can lift the mean above its band."
     )
     return figure, Drawing("norms.png", "Norm in depth", caption, "depth")
 
 
 def cosine(models: list[Shown]) -> Sketch:
-    """Cosine similarity of consecutive states (figures 2, 3, 4b)."""
+    """Draws the cosine similarity of consecutive states (figures 2, 3, 4b)."""
     curves = models[-1].report.depth.cosine
-    means = []
-    for kind in kinds_of(models[-1]):
-        mean = fmean(curves[kind].mean)
-        means.append(f"{number(mean, 3)} for {kind}")
+    means = [f"{number(fmean(curves[kind].mean), 3)} for {kind}" for kind in kinds_of(models[-1])]
     title = f"Cosine similarity between layers is {', '.join(means)} tokens"
     figure = in_depth(models, "cosine", title, "cosine similarity\nof consecutive states")
     caption = "Cosine of a token's states around a layer (figures 2, 3, 4b): mean and deviation."
@@ -183,18 +173,18 @@ def cosine(models: list[Shown]) -> Sketch:
 
 
 def rotation(models: list[Shown]) -> Sketch:
-    """Effective rotation angle of each layer (eqs. 8, 13)."""
+    """Draws a token's rotation in each layer (eqs. 8, 13)."""
     ratios = [model.report.depth.asymmetry for model in models]
     sentence = "Visual tokens rotate {} as much as text in each layer"
     title = style.ratio_title(ratios, sentence, "Rotation in each layer")
     figure = in_depth(models, "rotation", title, "rotation by the layer (degrees)", degrees(1))
     figure.axes[0].set_ylim(bottom=0)
-    caption = "Angle ω by which a layer rotates a token (eqs. 8, 13): mean and standard deviation."
+    caption = "The angle ω of a token's rotation in a layer (eqs. 8, 13): mean and deviation."
     return figure, Drawing("rotation.png", "Rotation in depth", caption, "depth")
 
 
 def dynamics(models: list[Shown]) -> Sketch:
-    """Cosine similarity between layers over training (figure 5)."""
+    """Draws the cosine similarity between layers over training (figure 5)."""
     recording_models = [model for model in models if model.report.dynamics]
     height = 0.9 + 2.5 * len(recording_models)
     figure = style.new_figure(height, "Cosine between layers during training")
@@ -222,13 +212,11 @@ def dynamics(models: list[Shown]) -> Sketch:
 
 def _draw_dynamics(axes: Axes, model: Shown, modality: str, step_colors: ScalarMappable) -> None:
     """Draws a curve over layers for each step that a model recorded."""
-    for dynamics_step in model.report.dynamics:
-        cosines: list[float] = getattr(dynamics_step, modality)
-        layers = range(1, len(cosines) + 1)
-        color = step_colors.to_rgba(dynamics_step.step)
-        axes.plot(layers, cosines, color=color, linewidth=1.3)
-    title = f"{modality}, {model.label}"
-    style.tidy(axes, "layer", "cosine similarity", title)
+    for recorded in model.report.dynamics:
+        cosines = getattr(recorded, modality)
+        color = step_colors.to_rgba(recorded.step)
+        axes.plot(range(1, len(cosines) + 1), cosines, color=color, linewidth=1.3)
+    style.tidy(axes, "layer", "cosine similarity", f"{modality}, {model.label}")
     axes.label_outer()
 
 
@@ -236,43 +224,40 @@ def _colors_of_steps(models: list[Shown]) -> ScalarMappable:
     """Returns a scale of colours over the optimizer steps that were recorded."""
     steps = [entry.step for model in models for entry in model.report.dynamics]
     first_step = min(steps)
-    last_step = max(steps)
-    if last_step == first_step:
-        last_step += 1
+    last_step = max(*steps, first_step + 1)
     # The brightest yellow of viridis cannot be seen on white.
     shades = colormaps["viridis"](np.linspace(0, 0.92, 256))
     return ScalarMappable(Normalize(first_step, last_step), ListedColormap(shades))
 
 
 def attention(models: list[Shown], images: Path) -> list[Sketch]:
-    """The image of every question with maps, and where models look in it, averaged over layers."""
+    """Draws the image of every question with maps, and where the models look in it.
+
+    Raises ValueError or OSError if an image in the folder `images` cannot be read.
+    """
     sketches = []
     for question_index, main_answer in enumerate(models[-1].report.attention):
-        if main_answer.maps:
-            answers: Answers = []
-            for model in models:
-                if question_index < len(model.report.attention):
-                    answers.append((model, model.report.attention[question_index]))
-            image_file = images / str(main_answer.image)
-            image = Image.open(image_file, formats=("PNG",)).convert("RGB")
-            figure = _draw_attention(image, main_answer.question, answers)
-            drawing = _attention_drawing(question_index + 1, main_answer)
-            sketches.append((figure, drawing))
+        if not main_answer.maps:
+            continue
+        answers = []
+        for model in models:
+            if question_index < len(model.report.attention):
+                answers.append((model, model.report.attention[question_index]))
+        image_file = images / str(main_answer.image)
+        image = Image.open(image_file, formats=("PNG",)).convert("RGB")
+        figure = _draw_attention(image, main_answer.question, answers)
+        order = ""
+        if not main_answer.grid:
+            order = ", visual tokens in order, since they form no single grid"
+        caption = (
+            f"Attention from the text after the image to its tokens: average over layers{order} "
+            "(appendix G). A map sums to 100 %. "
+            f"Question: {style.elide(main_answer.question, 300)}"
+        )
+        file_name = f"attention_{question_index + 1}.png"
+        title = f"Attention, question {question_index + 1}"
+        sketches.append((figure, Drawing(file_name, title, caption, "attention")))
     return sketches
-
-
-def _attention_drawing(question_number: int, answer: Attention) -> Drawing:
-    """Returns file name, title and caption of a question's maps."""
-    order = ""
-    if not answer.grid:
-        order = ", visual tokens in order, since they form no single grid"
-    caption = (
-        f"Attention from the text after the image to its tokens: average over layers{order} "
-        f"(appendix G). A map sums to 100 %. Question: {style.elide(answer.question, 300)}"
-    )
-    file_name = f"attention_{question_number}.png"
-    title = f"Attention, question {question_number}"
-    return Drawing(file_name, title, caption, "attention")
 
 
 def _draw_attention(image: Image.Image, question: str, answers: Answers) -> Figure:
@@ -303,14 +288,10 @@ def _draw_attention(image: Image.Image, question: str, answers: Answers) -> Figu
 
 
 def _draw_maps(panels: Sequence[Axes], answers: Answers) -> ScalarMappable:
-    """Draws each model's map in its panel, all with the scale of colours that it returns."""
-    maps = []
-    for _, answer in answers:
-        mean_map = np.mean(answer.maps, axis=0)
-        maps.append(100 * mean_map)
+    """Draws each model's map in its panel, and returns their common scale of colours."""
+    maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
     # Up to a high quantile: a few cells with nearly everything would leave all others black.
-    shares_of_all = np.concatenate([np.ravel(shares) for shares in maps])
-    brightest = np.quantile(shares_of_all, 0.995)
+    brightest = np.quantile(np.concatenate([*map(np.ravel, maps)]), 0.995)
     color_scale = Normalize(0, max(brightest, 1e-9))
     for axes, (model, answer), shares in zip(panels, answers, maps, strict=True):
         shaded_map = axes.imshow(
@@ -350,8 +331,9 @@ def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: floa
     """Draws the curve of a kind of token and, unless it is the baseline's, its band."""
     depth = model.report.depth
     means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
-    first_position = 0 if quantity == "norm" else 1
-    positions = range(first_position, first_position + len(means))
+    positions = np.arange(len(means))
+    if quantity != "norm":  # layers are numbered from 1, states from 0
+        positions += 1
     line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
     if model.baseline:
         line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
@@ -366,23 +348,19 @@ def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: floa
         **line_style,
     )
     if not model.baseline:  # twice as many bands would hide each other
-        lower_end, upper_end = _band(depth, kind, quantity)
+        band = [factor * end for end in _band(depth, kind, quantity)]
         axes.fill_between(
             positions,
-            factor * lower_end,
-            factor * upper_end,
+            *band,
             color=COLORS[kind],
             alpha=0.15,
             linewidth=0,
         )
 
 
-def _band(depth: Depth, kind: str, quantity: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ends of one standard deviation. For norms, it is taken of their logarithm."""
+def _band(depth: Depth, kind: str, quantity: str) -> np.ndarray:
+    """Returns both ends of one standard deviation, `(2, layers)`. Norms deviate by a factor."""
     if quantity == "norm":
-        lower_end, upper_end = _band(depth, kind, "log_norm")
-        return np.exp(lower_end), np.exp(upper_end)
+        return np.exp(_band(depth, kind, "log_norm"))
     curve = getattr(depth, quantity)[kind]
-    means = np.asarray(curve.mean)
-    deviations = np.asarray(curve.std)
-    return means - deviations, means + deviations
+    return np.asarray(curve.mean) + np.outer([-1, 1], curve.std)

@@ -5,9 +5,12 @@ import math
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
+import numpy as np
+
 from .criteria import (
     AGREES,
     BOTTOM,
+    CHECKED,
     CRITERIA,
     DISAGREES,
     DOES_NOT_APPLY,
@@ -19,7 +22,6 @@ from .criteria import (
     RQ2,
     RQ3,
     TOO_SMALL,
-    UNCLEAR,
     UPDATES,
     Effect,
     combined,
@@ -27,56 +29,50 @@ from .criteria import (
 from .report import Moments, Report, number, with_error
 
 
-CHECKED = (AGREES, DISAGREES, TOO_SMALL, UNCLEAR)
-"""Outcomes of claims that could be checked."""
-
-
 @dataclass(frozen=True)
 class Finding:
-    """A claim of the paper, and whether this diagnosis agrees, by the rule in [`CRITERIA`]."""
+    """A claim of the paper, and whether this diagnosis agrees with it.
 
-    claim: str  # and its place in the paper
-    outcome: str  # agrees, disagrees, too small, unclear, not measured, does not apply
-    sentence: str  # the numbers, or why there are none
+    Attributes:
+        claim: The claim, and its place in the paper.
+        outcome: "agrees", "disagrees", "too small", "unclear", "not measured" or "does not apply",
+            by the rule in [`CRITERIA`].
+        sentence: The numbers, or why there are none.
+    """
+
+    claim: str
+    outcome: str
+    sentence: str
 
 
 def verdict(report: Report, against: Report | None = None) -> list[str]:
-    """The main numbers, whether this is the paper's problem, and a count or a comparison."""
-    depth = report.depth
+    """Returns the main numbers, whether this is the paper's problem, and a count or a comparison.
+
+    Without a baseline, the last sentence counts the claims that agree.
+    """
+    asymmetry = report.depth.asymmetry
     numbers = (
         f"Visual tokens enter the decoder at {number(report.entry_ratio, 2)} × the norm of text "
-        f"and rotate {with_error(depth.asymmetry, depth.asymmetry_error)} × as much as text in "
+        f"and rotate {with_error(asymmetry, report.depth.asymmetry_error)} × as much as text in "
         f"each layer (mean over layers 1 to {report.layers - 1})."
     )
     if against is None:
-        return [numbers, problem(report), _count(report)]
-    problems = [f"{model.model}: {problem(model)}" for model in (against, report)]
-    return [numbers, " ".join(problems), _comparison(report, against)]
-
-
-def _count(report: Report) -> str:
-    """Says how many of the paper's claims could be checked, and how many agree."""
-    outcomes = [finding.outcome for finding in findings(report)]
-    checked = sum(outcome in CHECKED for outcome in outcomes)
-    agreeing = outcomes.count(AGREES)
-    return f"Of the paper's claims, this can check {checked}, and agrees with {agreeing}."
-
-
-def _comparison(report: Report, against: Report) -> str:
-    """Compares norm and rotation of visual tokens with the baseline's."""
-    norm = number(report.entry_ratio, 3)
-    norm_before = number(against.entry_ratio, 3)
-    rotation = number(report.depth.asymmetry, 3)
-    rotation_before = number(against.depth.asymmetry, 3)
-    return (
-        f"Compared with {against.model}, their norm is {norm} × that of text instead of "
-        f"{norm_before} ×, and their rotation {rotation} × that of text instead of "
-        f"{rotation_before} ×."
+        outcomes = [finding.outcome for finding in findings(report)]
+        checked = sum(outcome in CHECKED for outcome in outcomes)
+        agreeing = outcomes.count(AGREES)
+        count = f"Of the paper's claims, this can check {checked}, and agrees with {agreeing}."
+        return [numbers, problem(report), count]
+    problems = f"{against.model}: {problem(against)} {report.model}: {problem(report)}"
+    comparison = (
+        f"Compared with {against.model}, their norm is {number(report.entry_ratio, 3)} × text's "
+        f"instead of {number(against.entry_ratio, 3)} ×, and their rotation "
+        f"{number(asymmetry, 3)} × text's instead of {number(against.depth.asymmetry, 3)} ×."
     )
+    return [numbers, problems, comparison]
 
 
 def problem(report: Report) -> str:
-    """Whether the model has the problem that the paper describes, by the rule for RQ2 and RQ3."""
+    """Says whether the model has the problem that the paper describes, by the rule for RQ2, RQ3."""
     size = _relative_norm(report.interface.visual, report)
     rotation = _rotation(report)
     if size is None or rotation is None:
@@ -141,7 +137,7 @@ def _not_measured(claim: str) -> Finding:
 
 
 def _at_projector(report: Report) -> Finding:
-    """RQ1, for the rows that the projector reads, or else for the encoder's (Ovis)."""
+    """Checks RQ1 for the rows that the projector reads, or else for the encoder's (Ovis)."""
     projector_input = _relative_norm(report.interface.projector_input, report)
     encoder_output = _relative_norm(report.interface.encoder_output, report)
     effect = projector_input or encoder_output
@@ -260,7 +256,7 @@ def _focus(report: Report, against: Report) -> Finding:
 
 
 def _relative_norm(norms: Moments | None, report: Report) -> Effect | None:
-    """Returns a mean L2 norm over N_text, or over that of text in the data if N_text is unknown."""
+    """Returns the ratio of a mean norm to N_text or, if that is unknown, to text's in the data."""
     reference = report.interface.vocabulary
     if reference is None:
         reference = report.interface.text
@@ -291,11 +287,9 @@ def _rotation(report: Report) -> Effect | None:
 
 
 def _rotation_outcome(report: Report, rotation: Effect) -> str:
-    """Whether visual tokens rotate less: on average, and in more layers than chance gives."""
+    """Judges whether visual tokens rotate less, on average and in more layers than by chance."""
     less, layers = _layers_rotating_less(report)
-    share = Effect(math.nan, None)
-    if layers:
-        share = Effect(less / layers, 0.5 / math.sqrt(layers))  # the error of a fair coin
+    share = Effect(less / layers, 0.5 / math.sqrt(layers))  # the error of a fair coin
     outcomes = [
         CRITERIA["rotation"].outcome(rotation),
         CRITERIA["layers"].outcome(share),
@@ -306,43 +300,31 @@ def _rotation_outcome(report: Report, rotation: Effect) -> str:
 def _layers_rotating_less(report: Report) -> tuple[int, int]:
     """Returns in how many layers visual tokens rotate less than text, and the number of layers.
 
-    The last layer is left out.
+    The last layer is left out. Both kinds of token must have been measured.
     """
-    rotation = report.depth.rotation
-    if "visual" not in rotation or "text" not in rotation:
-        return 0, 0
-    visual_angles = rotation["visual"].mean[:-1]
-    text_angles = rotation["text"].mean[:-1]
-    layers_rotating_less = 0
-    for visual_angle, text_angle in zip(visual_angles, text_angles, strict=True):
-        if visual_angle < text_angle:
-            layers_rotating_less += 1
-    return layers_rotating_less, len(visual_angles)
+    visual_angles = report.depth.rotation["visual"].mean[:-1]
+    text_angles = report.depth.rotation["text"].mean[:-1]
+    is_less = [visual < text for visual, text in zip(visual_angles, text_angles, strict=True)]
+    return sum(is_less), len(is_less)
 
 
 def _distance(report: Report, quantity: str) -> Effect | None:
-    """Mean distance of visual from text tokens over states, or over layers but the last."""
+    """Returns the mean distance of visual from text tokens, over states or layers but the last."""
     curves = getattr(report.depth, quantity)
     if "visual" not in curves or "text" not in curves:
         return None
-    visual = curves["visual"]
-    text = curves["text"]
-    layers = list(zip(visual.mean, text.mean, visual.std, text.std, strict=True))
+    distances = np.abs(np.subtract(curves["visual"].mean, curves["text"].mean))
+    deviations = np.hypot(curves["visual"].std, curves["text"].std)
+    is_counted = np.isfinite(distances + deviations)  # where the layer changes its input
     if quantity != "log_norm":
-        layers = layers[:-1]
-    distances = []
-    deviations = []
-    for layer in layers:
-        if all(map(math.isfinite, layer)):  # the layer changes its input
-            visual_mean, text_mean, visual_std, text_std = layer
-            distances.append(abs(visual_mean - text_mean))
-            deviations.append(math.hypot(visual_std, text_std))
-    if not distances:
+        is_counted[-1] = False
+    if not is_counted.any():
         return None
-    if report.samples < 2:
-        return Effect(fmean(distances), None)
-    # Layers see the same tokens, so averaging over layers does not lower the error.
-    return Effect(fmean(distances), fmean(deviations) / math.sqrt(report.samples))
+    error = None
+    if report.samples > 1:
+        # Layers see the same tokens, so averaging over layers does not lower the error.
+        error = deviations[is_counted].mean().item() / math.sqrt(report.samples)
+    return Effect(distances[is_counted].mean().item(), error)
 
 
 def _distance_from_one(ratio: Effect) -> Effect:
@@ -353,7 +335,7 @@ def _distance_from_one(ratio: Effect) -> Effect:
 
 
 def _fall(before: Effect, now: Effect) -> Effect:
-    """Returns the factor by which two quantities come nearer, from the logarithmic distances."""
+    """Returns by what factor a ratio has come nearer to 1, given its logarithm before and now."""
     if before.error is None or now.error is None:
         return Effect(math.nan, None)
     error = math.hypot(before.error, now.error)

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader
 from ..assembly.gain import EmbeddingStatistics
 from .figures import STAGES
 from .findings import findings, verdict
-from .report import KINDS, PAGE, Drawing, Gain, Report, number, paper_ratios, spread
+from .report import KINDS, PAGE, Drawing, Report, number, paper_ratios, spread
 
 
 RATIOS = {
@@ -43,19 +43,17 @@ Table = dict[str, Any]
 def write_page(
     report: Report, against: Report | None, drawings: list[Drawing], folder: Path, provenance: dict
 ) -> None:
-    """Writes `report.html` into `folder`. It includes the figures, whose files are there."""
+    """Writes `report.html`, with the figures in it, into the folder that has their files."""
     models = [report] if against is None else [against, report]
-    images: defaultdict[str, list[tuple[Drawing, str]]] = defaultdict(list)
+    images = defaultdict(list)
     for drawing in drawings:
-        content = (folder / drawing.file).read_bytes()
-        encoded = b64encode(content).decode()
+        encoded = b64encode((folder / drawing.file).read_bytes()).decode()
         images[drawing.section].append((drawing, encoded))
     left_out = list(report.left_out)
     if against is not None:
         left_out += [reason for reason in against.left_out if reason not in left_out]
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(
-        loader=loader,
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -78,18 +76,19 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:
 
     If there are two models, the first is the baseline.
     """
-    *baselines, last_model = models
-    column_names = [f"{baseline.model} (baseline)" for baseline in baselines]
-    column_names.append(last_model.model)
-    gains: dict[str, Gain] = {}
-    for column_name, model in zip(column_names, models, strict=True):
+    names = [model.model for model in models]
+    if len(models) == 2:
+        names[0] += " (baseline)"
+    gain_rows = []
+    for name, model in zip(names, models, strict=True):
         if model.gain is not None:
-            gains[column_name] = model.gain
+            gain_rows.append([name, *map(number, vars(model.gain).values())])
+    gain_table = _table("The norm after the projector.", ["Model", *GAIN], gain_rows)
     return {
-        "interface": [_interface_table(models, column_names)],
+        "interface": [_interface_table(models, names)],
         "embeddings": [_embedding_table(model.embeddings) for model in models if model.embeddings],
-        "gain": [_gain_table(gains)] if gains else [],
-        "data": [_data_table(models, column_names)],
+        "gain": [gain_table] if gain_rows else [],
+        "data": [_data_table(models, names)],
     }
 
 
@@ -97,18 +96,12 @@ def _table(caption: str, columns: list[str], rows: list[list[str]]) -> Table:
     """Returns a table as the template draws it. Columns with only numbers are aligned right."""
     numeric = []
     for column in zip(*rows, strict=True):
-        is_numeric = all(cell[:1] in "0123456789−–" for cell in column)
-        numeric.append(is_numeric)
-    return {
-        "caption": caption,
-        "columns": columns,
-        "rows": rows,
-        "numeric": numeric,
-    }
+        numeric.append(all(cell[:1] in "0123456789−–" for cell in column))
+    return {"caption": caption, "columns": columns, "rows": rows, "numeric": numeric}
 
 
 def _interface_table(models: Sequence[Report], names: list[str]) -> Table:
-    """Norms and ratios at the interface, without those that no model has."""
+    """Returns norms and ratios at the interface, without rows that no model has."""
     table_rows = []
     for stage, (_, row_label) in STAGES.items():
         norms = [spread(getattr(model.interface, stage)) for model in models]
@@ -117,17 +110,16 @@ def _interface_table(models: Sequence[Report], names: list[str]) -> Table:
         ratios = [number(getattr(model.interface, ratio_name)) for model in models]
         table_rows.append([row_label, *ratios])
     table_rows = [table_row for table_row in table_rows if set(table_row[1:]) != {"–"}]
-    published_ratios = paper_ratios().values()
-    lowest = number(min(published_ratios), 2)
-    highest = number(max(published_ratios), 2)
+    published = paper_ratios().values()
     caption = (
-        f"L2 norms, and ratios of their means: aligned is 1, the paper's are {lowest} to {highest}."
+        "L2 norms, and ratios of their means: aligned is 1, the paper's are "
+        f"{number(min(published), 2)} to {number(max(published), 2)}."
     )
     return _table(caption, ["Tokens", *names], table_rows)
 
 
 def _embedding_table(embeddings: EmbeddingStatistics) -> Table:
-    """The tokens of largest norm in an embedding matrix."""
+    """Returns the tokens of largest norm in an embedding matrix."""
     table_rows = []
     for token in embeddings.top:
         token_text = "–" if token.text is None else repr(token.text)
@@ -136,16 +128,8 @@ def _embedding_table(embeddings: EmbeddingStatistics) -> Table:
     return _table(caption, ["Token", "Text", "Norm"], table_rows)
 
 
-def _gain_table(gains: dict[str, Gain]) -> Table:
-    """Gain and bias by the model's name."""
-    table_rows = []
-    for model_name, gain in gains.items():
-        table_rows.append([model_name, *map(number, vars(gain).values())])
-    return _table("The norm after the projector.", ["Model", *GAIN], table_rows)
-
-
 def _data_table(models: Sequence[Report], names: list[str]) -> Table:
-    """What the models are, and the number of their tokens by kind."""
+    """Returns what the models are, and the number of their tokens by kind."""
     table_rows = []
     for property_name, row_label in PROPERTIES.items():
         properties = [getattr(model, property_name) or "–" for model in models]

@@ -40,10 +40,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Interface:
-    """L2 norms from the encoder to the decoder (tables 1 to 3); None for what a model lacks.
+    """L2 norms from the encoder to the decoder (tables 1 to 3), None for what a model lacks.
 
-    "As received" is as the first decoder layer receives it. `scale`, `vocabulary` and `ratio` are
-    None if scaling differs between tokens, `projector_input` for rows of probabilities (Ovis).
+    "As received" means: as the first decoder layer receives it. `scale`, `vocabulary` and `ratio`
+    are None if scaling differs between tokens. `projector_input` is None for rows of probabilities
+    (Ovis).
     """
 
     encoder_output: Moments | None = None  # the encoder's last_hidden_state, class token included
@@ -77,7 +78,7 @@ class Depth:
     norm: dict[str, Curve]
     final_norm: dict[str, Moments]  # norm after the language model's final norm
     cosine: dict[str, Curve]  # of state l - 1 and state l
-    rotation: dict[str, Curve]  # angle by which the layer turns the state (eqs. 8, 13)
+    rotation: dict[str, Curve]  # angle between the layer's input and output (eqs. 8, 13)
     update_norm: dict[str, Curve]
     update_angle: dict[str, Curve]  # between a state and its update
     log_norm: dict[str, Curve]  # natural logarithm of the norm of the states
@@ -166,12 +167,13 @@ class Report:
 def report_json(content: dict[str, Any]) -> str:
     """Returns the text of `report.json`, a line per key.
 
-    NaN and infinity, which JSON lacks, become null.
+    NaN and infinity become null, since JSON has no such numbers.
     """
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    lines = []
-    for key, value in finite.items():
-        lines.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+        for key, value in finite.items()
+    ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

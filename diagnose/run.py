@@ -7,10 +7,9 @@ import platform
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from PIL import Image
@@ -23,10 +22,10 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..checkpoint.files import DYNAMICS, finished_folder
 from ..checkpoint.precision import ProductsInBfloat16, emulates_float16, torch_dtype
 from ..errors import Printed
+from ..models import ModelHandle, require_processor, resolve_model
 from .data import Sample, Samples, batches, load_samples
 from .figures import draw
 from .findings import Finding, findings, verdict
-from .load import ModelHandle, resolve_model
 from .measure.attention import attention_maps
 from .measure.families import tokenizer_ids
 from .measure.interface import embedding_table_of, gain_of
@@ -47,14 +46,22 @@ from .report import (
 DIAGNOSTICS = "diagnostics"  # within a checkpoint
 DRAWN = r"interface|norms|cosine|rotation|dynamics|(attention|image|baseline_image)_\d+"
 WRITTEN = rf"report\.(json|html)|({DRAWN})\.png"
-QUESTIONS = 16  # samples on which attention is measured
-QUESTIONS_DRAWN = 4  # samples on which it is drawn
+QUESTIONS = 16  # samples whose attention is measured
+QUESTIONS_DRAWN = 4  # samples whose attention is drawn
 PACKAGES = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
 
 
 @dataclass(frozen=True)
 class Diagnosis(Printed):
-    """What a model and its baseline show, their reports, and the folder that was written."""
+    """The outcome of [`diagnose`].
+
+    Attributes:
+        verdict: The main numbers in words.
+        findings: The paper's claims, and whether each holds here.
+        report: The measurements of the model.
+        against: The measurements of its baseline, if there is one.
+        folder: The folder that has the report.
+    """
 
     verdict: list[str]
     findings: list[Finding] = field(repr=False)
@@ -63,40 +70,20 @@ class Diagnosis(Printed):
     folder: Path
 
     def summary(self) -> list[str]:
-        """The verdict, what was left out, and where the report is."""
+        """Returns the verdict, what was left out, and where the report is, a sentence each."""
         return [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
 
     def renderable(self) -> Group:
-        """The summary, and the paper's claims."""
+        """Returns the summary, and a table of the paper's claims."""
         claims = Table("the paper", "here", "measured")
         for finding in self.findings:
             claims.add_row(finding.claim, finding.outcome, finding.sentence)
         return Group(*self.summary(), claims)
 
 
-class DiagnosisKeywords(TypedDict, total=False):
-    """The options of [`diagnose`]; `DiagnosisOptions` has their defaults."""
-
-    against: str | None
-    data: str | None
-    image_folder: str | None
-    columns: str | None
-    samples: int
-    output: str | Path | None
-    batch_size: int
-    seed: int
-    dtype: str
-    load_in_4bit: bool
-    trust_remote_code: bool
-    name: str | None
-    against_name: str | None
-    base: str | None
-    base_quantization: str | None
-
-
 @dataclass(frozen=True)
 class DiagnosisOptions:
-    """What is diagnosed, on which data and how; [`diagnose`] explains each option."""
+    """The options of [`diagnose`], as it explains them."""
 
     model: str
     against: str | None = None
@@ -127,35 +114,34 @@ class DiagnosisOptions:
         return folder.expanduser().resolve()
 
 
-def diagnose(model: str, **keywords: Unpack[DiagnosisKeywords]) -> Diagnosis:
+def diagnose(model: str, **keywords: Any) -> Diagnosis:
     """Measures `model`, and `against` on the same images, and writes report and figures.
 
     Args:
-        model, against: Folders or Hub ids of the model and its baseline, vision-language models.
-        data, samples, seed, image_folder, columns: See [`load_samples`].
+        model, against: Folders or Hub ids of two vision-language models: the model and, if it is to
+            be compared, its baseline.
+        data, samples, seed, image_folder, columns: See [`load_samples`]. By default, 64 samples.
         output: Folder to write. By default, `diagnostics` in the model's folder, or
             `diagnostics/ID` for a Hub id. Once the diagnosis is complete, it replaces an earlier
             one in this folder.
         batch_size: Number of images at a time.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
-        load_in_4bit: Quantize the layers of both decoders: [`four_bits`].
+        load_in_4bit: Quantize the layers of both decoders, see [`four_bits`].
         trust_remote_code: Run a checkpoint's code if transformers does not have its architecture.
-        base, base_quantization: For `model`, if it is an adapter; see [`resolve_model`].
+        base, base_quantization: The base of `model` if it is an adapter, see [`resolve_model`].
         name, against_name: Names in the report. By default, the folders' names or the Hub ids.
 
-    Returns:
-        The verdict, the findings and the reports, and the folder that was written.
-
     Raises:
+        TypeError: An option does not exist.
         ValueError: Models, data or options cannot be used.
-        OSError: The folder cannot be written.
+        OSError: A model cannot be fetched, or the folder cannot be written.
+        ImportError: A model needs a package that is not installed.
     """
     options = DiagnosisOptions(model, **keywords)
-    torch_dtype(options.dtype)  # raises an error if no dtype has this name
+    torch_dtype(options.dtype)  # raises if no dtype has this name
     handles = _open_models(options)
     names = _names_in_report(options, handles)
-    folder = options.folder
-    with finished_folder(folder, _written) as staging:
+    with finished_folder(options.folder, _written) as staging:
         drawn = load_samples(
             options.data,
             options.samples,
@@ -163,17 +149,10 @@ def diagnose(model: str, **keywords: Unpack[DiagnosisKeywords]) -> Diagnosis:
             image_folder=options.image_folder,
             columns=options.columns,
         )
-        measure = partial(
-            _measure,
-            drawn=drawn,
-            batch_size=options.batch_size,
-            dtype=options.dtype,
-            load_in_4bit=options.load_in_4bit,
-        )
-        report = measure(handles[0], names[0], staging / "image")
+        report = _measure(handles[0], names[0], staging / "image", options, drawn)
         against = None
         if len(handles) == 2:
-            against = measure(handles[1], names[1], staging / "baseline_image")
+            against = _measure(handles[1], names[1], staging / "baseline_image", options, drawn)
         drawings = draw(report, against, staging)
         provenance = _provenance(options, handles, drawn.samples[0].question)
         diagnosis = Diagnosis(
@@ -181,7 +160,7 @@ def diagnose(model: str, **keywords: Unpack[DiagnosisKeywords]) -> Diagnosis:
             findings=findings(report, against),
             report=report,
             against=against,
-            folder=folder,
+            folder=options.folder,
         )
         _write_report(diagnosis, drawings, provenance, staging / REPORT)
         write_page(report, against, drawings, staging, provenance=provenance)
@@ -191,7 +170,7 @@ def diagnose(model: str, **keywords: Unpack[DiagnosisKeywords]) -> Diagnosis:
 def _open_models(options: DiagnosisOptions) -> list[ModelHandle]:
     """Opens the model and, if there is one, its baseline, without their weights.
 
-    Raises ValueError if one of them is not a vision-language model.
+    Raises ValueError if one is not a vision-language model, or as [`resolve_model`] does.
     """
     model = resolve_model(
         options.model,
@@ -204,16 +183,12 @@ def _open_models(options: DiagnosisOptions) -> list[ModelHandle]:
         baseline = resolve_model(options.against, trust_remote_code=options.trust_remote_code)
         handles.append(baseline)
     for handle in handles:
-        if handle.processor is None:
-            raise ValueError(
-                f"{handle.name} is a language model, which has no visual tokens. "
-                f"`normalign gain {handle.checkpoint.name}` measures its embeddings."
-            )
+        require_processor(handle)
     return handles
 
 
 def _names_in_report(options: DiagnosisOptions, handles: list[ModelHandle]) -> list[str]:
-    """Returns a name for each model. Two models never have the same name."""
+    """Returns the names of the models. Equal names are made different."""
     names = [options.name or handles[0].name]
     if len(handles) == 2:
         baseline_name = options.against_name or handles[1].name
@@ -227,20 +202,18 @@ def _provenance(
     options: DiagnosisOptions, handles: list[ModelHandle], first_question: str
 ) -> dict[str, str]:
     """Returns what the numbers depend on besides the models: options, machine and versions."""
-    precision = options.dtype
-    if options.load_in_4bit:
-        precision = "4-bit, the decoder's layers alone"
-    device = "CPU"
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
     provenance = {
         "samples asked for": str(options.samples),
-        "precision asked for": precision,
+        "precision asked for": options.dtype,
         "seed of the sample": str(options.seed),
         "batch size": str(options.batch_size),
-        "device": device,
+        "device": "CPU",
         "Python": platform.python_version(),
     }
+    if options.load_in_4bit:
+        provenance["precision asked for"] = "4-bit, only the decoder's layers"
+    if torch.cuda.is_available():
+        provenance["device"] = torch.cuda.get_device_name()
     for package in PACKAGES:
         provenance[package] = version(package)
     for handle in handles:
@@ -253,7 +226,7 @@ def _provenance(
 def _write_report(
     diagnosis: Diagnosis, drawings: list[Drawing], provenance: dict[str, str], file: Path
 ) -> None:
-    """Writes `report.json`; docs/report.md explains its keys."""
+    """Writes `report.json`. docs/report.md explains its keys."""
     content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(diagnosis)}
     del content["folder"]
     content["figures"] = [asdict(drawing) for drawing in drawings]
@@ -265,39 +238,35 @@ def _measure(
     handle: ModelHandle,
     name: str,
     images: Path,
-    *,
+    options: DiagnosisOptions,
     drawn: Samples,
-    batch_size: int,
-    dtype: str,
-    load_in_4bit: bool,
 ) -> Report:
-    """Loads a model and returns its report.
+    """Loads a model, and returns its report.
 
-    The images that attention is drawn on are written to files named `images`_1.png and so on.
+    Writes the images that attention is drawn on to the files `images`_1.png, `images`_2.png, ...
+
+    Raises ValueError if weights, records of training or samples cannot be used.
     """
-    processor = handle.processor
-    assert processor is not None
-    # Read before the weights are loaded, since it may raise an error.
+    processor = require_processor(handle)
+    # Before the weights are loaded, since it may raise.
     dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))
-    model = handle.load(dtype=dtype, load_in_4bit=load_in_4bit)
+    model = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
     tokenizer = processor.tokenizer
-    batch_count = math.ceil(len(drawn.samples) / batch_size)
-    inputs = batches(processor, drawn.samples, batch_size)
+    batch_count = math.ceil(len(drawn.samples) / options.batch_size)
+    inputs = batches(processor, drawn.samples, options.batch_size)
     tracked_inputs = track(inputs, "norms and rotation", batch_count)
-    casts_products = dtype == "auto" and emulates_float16(model)
     precision: AbstractContextManager = nullcontext()
-    if casts_products:
+    products_in_report = ""
+    if options.dtype == "auto" and emulates_float16(model):
         precision = ProductsInBfloat16()
+        products_in_report = ", products in bfloat16"
     with precision:
         report = probe(model, tracked_inputs, tokenizer=tokenizer, name=name, data=drawn.name)
-        asked_samples = drawn.samples[:QUESTIONS]
-        attention, left_out = _measure_attention(model, processor, asked_samples, images)
-    dtype_in_report = report.dtype
-    if casts_products:
-        dtype_in_report = f"{report.dtype}, products in bfloat16"
+        asked = drawn.samples[:QUESTIONS]
+        attention, left_out = _measure_attention(model, processor, asked, images)
     return replace(
         report,
-        dtype=dtype_in_report,
+        dtype=report.dtype + products_in_report,
         embeddings=embedding_table_of(model, tokenizer, name=name),
         gain=gain_of(model),
         dynamics=dynamics,
@@ -309,7 +278,10 @@ def _measure(
 def _measure_attention(
     model: PreTrainedModel, processor: ProcessorMixin, samples: list[Sample], images: Path
 ) -> tuple[list[Attention], list[str]]:
-    """Returns attention for each sample until one fails, and a sentence about the failure."""
+    """Returns attention for each sample until one fails, and a sentence about the failure.
+
+    Writes the images of the first `QUESTIONS_DRAWN` samples, see [`_measure`].
+    """
     special_ids = tokenizer_ids(processor.tokenizer)
     measured: list[Attention] = []
     for number, sample in enumerate(track(samples, "attention"), start=1):
@@ -332,15 +304,19 @@ def _measure_attention(
 
 
 def read_dynamics(file: Path) -> list[DynamicsStep]:
-    """Returns inter-layer cosines at the steps that training recorded (figure 5)."""
+    """Reads the inter-layer cosines that training recorded (figure 5), if there is such a file.
+
+    Raises ValueError if the file has anything else.
+    """
     if not file.is_file():
         return []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         return [DynamicsStep(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
-        reason = f"{file} is not as training writes it: {error}"
-        raise ValueError(f"{reason}. Remove it, or copy it again.") from error
+        raise ValueError(
+            f"{file} is not as training writes it: {error}. Remove it, or copy it again."
+        ) from error
 
 
 def shown_image(
@@ -348,8 +324,8 @@ def shown_image(
 ) -> Image.Image:
     """Returns the image as the model received it, cropped and resized.
 
-    Returns `image` if the model inputs do not show this: for several images or tiles, patches
-    without their places, or pixels that were not normalized.
+    Returns `image` itself if this cannot be seen in the model's inputs: they have several images or
+    tiles, patches without their places, or pixels that were not normalized.
     """
     pixels = inputs.get("pixel_values")
     settings = vars(processor.image_processor)
@@ -365,7 +341,7 @@ def shown_image(
 
 
 def _written(folder: Path) -> set[str]:
-    """Returns the names of the diagnosis' files in `folder`, none if it has no report."""
+    """Returns the names of the files of an earlier diagnosis in `folder`, if it has a report."""
     if not (folder / REPORT).is_file():
         return set()
     return {path.name for path in folder.iterdir() if re.fullmatch(WRITTEN, path.name)}

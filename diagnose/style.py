@@ -47,12 +47,12 @@ class Shown:
     baseline: bool = False
 
     def face(self, color: str) -> str:
-        """The colour of a marker's face."""
+        """Returns the colour of a marker's face."""
         return "white" if self.baseline else color
 
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
-    """The models, baseline first as in the paper, with names that fit and matplotlib can draw."""
+    """Returns the models, the baseline first as in the paper, with names that can be drawn."""
     model = Shown(report, elide(drawable(report.model), 30))
     if against is None:
         return [model]
@@ -110,7 +110,7 @@ def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def ratio_title(ratios: Sequence[float | None], sentence: str, otherwise: str) -> str:
-    """Puts the last ratio, the model's, into `sentence` for {}, and adds the baseline's.
+    """Returns `sentence` with the model's ratio, the last one, for {}, and the baseline's after it.
 
     Returns `otherwise` if the model has no ratio.
     """
@@ -127,7 +127,7 @@ def ratio_title(ratios: Sequence[float | None], sentence: str, otherwise: str) -
 def log_scale(axes: Axes, which: str) -> None:
     """Makes axis `which` ("x" or "y") logarithmic, with plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis = getattr(axes, f"{which}axis")
     multiples: tuple[float, ...] = (1.0,)
     if max(axis.get_data_interval()) < 1000 * axis.get_minpos():
         multiples = (1.0, 2.0, 5.0)

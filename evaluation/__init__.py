@@ -3,7 +3,7 @@
 
 
 def lmms_model():
-    """Entry of lmms-eval; does not load [`~normalign_llava.evaluation.lmms.NormAlignLlava`]."""
+    """Returns where lmms-eval finds [`~normalign_llava.evaluation.lmms.NormAlignLlava`]."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest("normalign_llava", chat_class_path=f"{__name__}.lmms.NormAlignLlava")

@@ -39,25 +39,19 @@ KEPT = (
 """Settings of a model's own `generation_config` that greedy decoding keeps: tokens and cache."""
 
 
-def system_turn(text: str) -> Message:
-    """Returns the system turn of a conversation."""
-    return _turn("system", text)
+def make_turn(role: str, text: str, images: Sequence[Image.Image | None] = ()) -> Message:
+    """Returns a turn of the role "system", "user" or "assistant": the images, then the text.
 
-
-def user_turn(text: str, images: Sequence[Image.Image | None] = ()) -> Message:
-    """Returns a user's turn: the images, then the text. Images that are None come later."""
-    return _turn("user", text, images)
-
-
-def assistant_turn(text: str) -> Message:
-    """Returns an answer, as a later turn of the conversation reads it."""
-    return _turn("assistant", text)
-
-
-def _turn(role: str, text: str, images: Sequence[Image.Image | None] = ()) -> Message:
+    Images that are None come later.
+    """
     content = [{"type": "image", "image": image} for image in images]
     content.append({"type": "text", "text": text})
     return {"role": role, "content": content}
+
+
+def user_turn(text: str, images: Sequence[Image.Image | None] = ()) -> Message:
+    """Returns a user's turn, see [`make_turn`]."""
+    return make_turn("user", text, images)
 
 
 def greedy_config(
@@ -102,8 +96,8 @@ def model_inputs(
 ) -> BatchFeature:
     """Returns the inputs of `generate`: conversations with the prompt for an answer, padded left.
 
-    Raises ValueError if a text has the image token, or a processor without a chat template gets
-    more than one user's turn.
+    Raises ValueError if a text has the image token, or if a conversation has several turns and the
+    processor no chat template. Processors may raise other errors.
     """
     check_texts(processor, conversations)
     tokenizer = processor.tokenizer
@@ -124,7 +118,7 @@ def model_inputs(
         images = []
         for conversation in conversations:
             if len(conversation) > 1:
-                raise ValueError("This model has no chat template: it takes one question, alone.")
+                raise ValueError("This model has no chat template. It takes only one question.")
             (turn,) = conversation
             turn_images = [part["image"] for part in turn["content"] if part["type"] == "image"]
             texts.append(f"{processor.image_token}\n" * len(turn_images) + _text(turn))
@@ -143,13 +137,13 @@ def check_texts(processor: ProcessorMixin, conversations: Sequence[Sequence[Mess
         for message in conversation:
             if token and token in _text(message):
                 raise ValueError(
-                    f"The text has {token}, which stands for an image. Leave it out: the images "
-                    "come before the question."
+                    f"The text has {token}. It stands for an image: leave it out. The images come "
+                    "before the question."
                 )
 
 
-def free_positions(config: Any, tokens: int) -> int | None:
-    """Returns how many tokens an answer to a prompt of `tokens` may have; None without a limit.
+def require_free_positions(config: Any, tokens: int) -> int | None:
+    """Returns how many tokens an answer to a prompt of `tokens` may have, or None without a limit.
 
     Raises ValueError if the prompt leaves no room.
     """
@@ -164,9 +158,12 @@ def free_positions(config: Any, tokens: int) -> int | None:
     return positions - tokens
 
 
-def _longest_answer(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
-    """Returns `max_new_tokens`, or fewer if the model has fewer positions left."""
-    positions = free_positions(model.config, prompt_length)
+def _require_room(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
+    """Returns `max_new_tokens`, or fewer if the model has fewer positions left.
+
+    Raises ValueError if it has none left.
+    """
+    positions = require_free_positions(model.config, prompt_length)
     return max_new_tokens if positions is None else min(max_new_tokens, positions)
 
 
@@ -184,7 +181,7 @@ def answers(
     """
     inputs = model_inputs(processor, conversations).to(model.device, model.dtype)
     prompt_length = inputs["input_ids"].shape[1]
-    limit = _longest_answer(model, prompt_length, max_new_tokens)
+    limit = _require_room(model, prompt_length, max_new_tokens)
     with decoding_greedily(model, processor.tokenizer):
         token_ids = model.generate(**inputs, max_new_tokens=limit)
     answer_ids = token_ids[:, prompt_length:]
@@ -202,10 +199,10 @@ class AnswerStream:
         model: Generates the answer.
         processor: Decodes it.
         inputs: From [`model_inputs`], on the model's device.
-        max_new_tokens: Longest answer; a smaller one if the model has fewer positions left.
+        max_new_tokens: Longest answer. It is shorter if the model has fewer positions left.
 
     Attributes:
-        ids: Token ids of prompt and answer, `(1, tokens)`; set when the last piece was read.
+        ids: Token ids of prompt and answer, `(1, tokens)`, after the last piece was read.
 
     Raises:
         ValueError: The model has no position left for an answer.
@@ -221,7 +218,7 @@ class AnswerStream:
         self._model = model
         self._tokenizer = processor.tokenizer
         self._inputs = inputs
-        self._limit = _longest_answer(model, inputs["input_ids"].shape[1], max_new_tokens)
+        self._limit = _require_room(model, inputs["input_ids"].shape[1], max_new_tokens)
         self._stopped = Event()
         self.ids: Tensor | None = None
 

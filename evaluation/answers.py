@@ -39,18 +39,14 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     answer = answer.strip()
     patterns = _patterns("".join(options))
     # 1. An answer that is a letter: "B", "b", "(B)", "**B**", "B."
-    letter = patterns.whole.fullmatch(answer)
-    if letter:
-        return letter[1].upper()
+    whole_letter = patterns.whole.fullmatch(answer)
+    if whole_letter:
+        return whole_letter[1].upper()
     # 2. An answer that is the full text of an option.
     words = plain(answer)
-    same_options = [
-        option_key
-        for option_key, option_text in options.items()
-        if words and plain(option_text) == words
-    ]
-    if len(same_options) == 1:
-        return same_options[0]
+    same = [letter for letter, option in options.items() if words and plain(option) == words]
+    if len(same) == 1:
+        return same[0]
     if _REFUSAL.match(answer):
         return None
     # 3. A letter after "answer", "option" or "choice": "The answer is B", "option b".
@@ -78,35 +74,34 @@ def _is_near_an_end(match: re.Match) -> bool:
 
 
 def _option_within(words: str, options: Mapping[str, str]) -> str | None:
-    """Returns the only option whose text is in an answer.
+    """Returns the only option whose text is in an answer, or None. This is rule 5.
 
-    None if the answer is more than twice as long as all options together. This is rule 5.
+    An answer that is more than twice as long as all options together chooses none.
     """
     total_length = 0
-    contained_options = []
-    for option_key, option in options.items():
-        option_text = plain(option)
-        total_length += len(option_text)
-        if option_text and re.search(
-            rf"(?<![A-Za-z0-9]){re.escape(option_text)}(?![A-Za-z0-9])", words
-        ):
-            contained_options.append(option_key)
-    if len(contained_options) != 1 or len(words) > 2 * total_length:
+    contained = []
+    for letter, option in options.items():
+        text = plain(option)
+        total_length += len(text)
+        if text and re.search(rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])", words):
+            contained.append(letter)
+    if len(contained) != 1 or len(words) > 2 * total_length:
         return None
-    return contained_options[0]
+    return contained[0]
 
 
 def yes_or_no(answer: str) -> str | None:
-    """Returns which of "yes" and "no" is in the answer; None for neither or both, as in VLMEvalKit.
+    """Returns which of "yes" and "no" is in the answer, or None for neither or both.
 
-    lmms-eval counts the bare word; POPE's authors take all without "no" or "not" for a yes.
+    This is VLMEvalKit's rule. lmms-eval counts only the bare word. POPE's authors take an answer
+    without "no" or "not" for a yes.
     """
     words = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
     return words.pop() if len(words) == 1 else None
 
 
 def named(answer: str, choices: Collection[str]) -> str | None:
-    """Returns which of some words in lower case the answer names; None for none or several.
+    """Returns which of some words in lower case the answer names, or None for none or several.
 
     What follows the last comma counts, as in "red circle, not blue, no", or else the whole answer.
     """

@@ -6,32 +6,32 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from rich.progress import Progress
 from transformers import PreTrainedModel, ProcessorMixin
 
 from ..data.rows.images import decode_image
-from ..diagnose.load import ModelHandle, resolve_model
 from ..errors import Console, escaped, writing_to
+from ..models import ModelHandle, require_processor, resolve_model
 from .answering import (
     AnswerStream,
     Message,
     answers,
-    assistant_turn,
     check_texts,
-    free_positions,
+    make_turn,
     model_inputs,
+    require_free_positions,
     user_turn,
 )
-from .options import ModelKeywords, ModelOptions
+from .options import ModelOptions
 from .questions import (
     Question,
     check_images,
     first_turns,
     question_about,
-    questions_about_each,
-    questions_of_data,
+    read_questions,
+    read_questions_about_each,
     read_words,
 )
 
@@ -47,10 +47,10 @@ class AskOptions:
     """How `normalign ask` asks.
 
     Attributes:
-        system: The system turn; None leaves it to the chat template.
+        system: The system turn. If None, it is left to the chat template.
         max_new_tokens: Longest answer, in tokens.
         batch_size: Questions that are answered together, where there are several.
-        output: File that gets a JSON object for each answer; None prints answers only.
+        output: File that gets a JSON object for each answer. If None, answers are only printed.
     """
 
     system: str | None = None
@@ -67,7 +67,7 @@ def ask(
     data: str | None = None,
     image_folder: str | None = None,
     columns: str | None = None,
-    **keywords: Unpack[ModelKeywords],
+    **keywords: Any,
 ) -> None:
     """Asks a model what the command line says, and prints its greedy answers.
 
@@ -80,10 +80,13 @@ def ask(
         data: Data whose rows are asked, in place of `words`, in any form that training reads.
         image_folder: Folder of the images of `data`, as in training.
         columns: Columns of `data`, as in training.
-        keywords: See [`ModelOptions`].
+        keywords: The fields of [`ModelOptions`].
 
     Raises:
         ValueError: Model, images or questions cannot be used. Weights are not loaded then.
+        TypeError: An option does not exist.
+        OSError: The model cannot be fetched, or `output` cannot be written.
+        ImportError: The model needs a package that is not installed.
     """
     model_options = ModelOptions(**keywords)
     images, text = read_words(words)
@@ -92,7 +95,7 @@ def ask(
     elif words:
         raise ValueError("--data has the images and questions. Leave the others out.")
     else:
-        questions = questions_of_data(
+        questions = read_questions(
             data, image_folder=image_folder, columns=columns, system=options.system
         )
     check_images(questions)
@@ -105,34 +108,34 @@ def ask(
         base=model_options.base,
         base_quantization=model_options.base_quantization,
     )
-    if handle.processor is None:
-        raise ValueError(
-            f"{model} is a language model without vision. Name a vision-language model."
-        )
+    processor = require_processor(handle)
     start = first_turns(options.system)
     decoded_images = []
     if questions:
-        check_texts(handle.processor, [question.turns for question in questions])
+        check_texts(processor, [question.turns for question in questions])
         check_length(handle, questions[0].conversation())
     else:
         decoded_images = [decode_image({"path": str(image), "bytes": None}) for image in images]
         check_length(handle, [*start, user_turn("", decoded_images)])
     loaded = handle.load(dtype=model_options.dtype, load_in_4bit=model_options.load_in_4bit)
     if not questions:
-        converse(loaded, handle.processor, start, decoded_images, options.max_new_tokens)
+        converse(loaded, processor, start, decoded_images, options.max_new_tokens)
     elif len(questions) == 1 and options.output is None:
         Console(stderr=True).print(f"Reading {questions[0].name} ...")  # minutes, on some CPUs
-        print_answer(loaded, handle.processor, questions[0].conversation(), options.max_new_tokens)
+        print_answer(loaded, processor, questions[0].conversation(), options.max_new_tokens)
     else:
-        answer_all(loaded, handle.processor, questions, options, model, answered)
+        answer_all(loaded, processor, questions, options, model, answered)
 
 
 def _questions_of_words(
     images: Sequence[Path], text: str | None, options: AskOptions
 ) -> list[Question]:
-    """Returns the questions of a command line without data; none starts a conversation."""
+    """Reads the questions of a command line without data. Without any, it starts a conversation.
+
+    Raises ValueError if the folder of images has none, or answers to no question are to be written.
+    """
     if images and images[0].is_dir():
-        return questions_about_each(images[0], images[1:], text, options.system)
+        return read_questions_about_each(images[0], images[1:], text, options.system)
     if text is not None:
         return [question_about(images, text, options.system)]
     if options.output is not None:
@@ -144,7 +147,7 @@ def check_length(handle: ModelHandle, conversation: Sequence[Message]) -> None:
     """Raises ValueError if the model has too few positions for the conversation and an answer."""
     inputs = model_inputs(handle.processor, [conversation])
     try:
-        free_positions(handle.config, inputs["input_ids"].shape[1])
+        require_free_positions(handle.config, inputs["input_ids"].shape[1])
     except ValueError as error:
         raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
 
@@ -155,7 +158,10 @@ def print_answer(
     conversation: Sequence[Message],
     max_new_tokens: int,
 ) -> str:
-    """Prints the answer as it is generated, and returns it. It cannot control the terminal."""
+    """Prints the answer as it is generated, with control characters escaped, and returns it.
+
+    Raises ValueError if the question cannot be asked, see [`model_inputs`].
+    """
     inputs = model_inputs(processor, [conversation]).to(model.device, model.dtype)
     pieces = []
     for piece in AnswerStream(model, processor, inputs, max_new_tokens):
@@ -173,7 +179,10 @@ def answer_all(
     model_name: str,
     answered: int,
 ) -> None:
-    """Answers the questions after the first `answered`; prints or writes each batch at once."""
+    """Answers the questions after the first `answered`, and prints or writes each batch at once.
+
+    Raises ValueError if a question cannot be asked, and OSError if answers cannot be written.
+    """
     console = Console(stderr=True)
     with Progress(console=console, disable=options.output is None) as progress:
         progress_task = progress.add_task("questions", total=len(questions), completed=answered)
@@ -185,8 +194,7 @@ def answer_all(
                 for question, answer_text in zip(question_batch, answer_texts, strict=True):
                     print(escaped(f"{question.name}: {answer_text}"), flush=True)
             else:
-                rows = answer_rows(model_name, question_batch, answer_texts)
-                append_rows(options.output, rows)
+                append_rows(options.output, answer_rows(model_name, question_batch, answer_texts))
             progress.advance(progress_task, len(question_batch))
     further = sum(question.further_turns > 0 for question in questions)
     if further:
@@ -200,18 +208,18 @@ def answer_rows(
 ) -> Iterator[dict]:
     """Yields what the file of answers says of each question."""
     for question, answer_text in zip(questions, texts, strict=True):
-        row = _identity(model_name, question)
-        row["answer"] = answer_text
+        row = _identity(model_name, question) | {"answer": answer_text}
         if question.truth is not None:
             row["truth"] = question.truth
         yield row
 
 
 def append_rows(file: Path, rows: Iterable[dict]) -> None:
-    """Appends a line of JSON for each row, complete on disk when this returns."""
-    lines = []
-    for row in rows:
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    """Writes a line of JSON for each row at the end of a file. They are on disk when this returns.
+
+    Raises OSError if they cannot be written.
+    """
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     with writing_to(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8", errors="replace") as answers_file:
@@ -221,19 +229,18 @@ def append_rows(file: Path, rows: Iterable[dict]) -> None:
 def count_answered(file: Path, questions: Sequence[Question], model_name: str) -> int:
     """Returns how many questions, from the first on, an earlier run has answered in a file.
 
-    Removes a last line that was not written to its end. Raises ValueError if the file has anything
-    else, because these answers would be mixed with it.
+    Removes a last line that was not written to its end.
+
+    Raises ValueError if the file has anything else: these answers would be mixed with it.
     """
     if not file.exists():
         return 0
     stored_bytes = file.read_bytes()
-    end_of_whole_lines = stored_bytes.rfind(b"\n") + 1
-    whole_lines = stored_bytes[:end_of_whole_lines]
+    whole_lines = stored_bytes[: stored_bytes.rfind(b"\n") + 1]
     lines = whole_lines.splitlines()
-    is_continued = len(lines) <= len(questions)
-    for line, question in zip(lines, questions, strict=False):
-        is_continued = is_continued and _is_answer(line, question, model_name)
-    if not is_continued:
+    pairs = zip(lines, questions, strict=False)
+    is_continued = all(_is_answer(line, question, model_name) for line, question in pairs)
+    if not is_continued or len(lines) > len(questions):
         raise ValueError(
             f"{file} exists and has answers of another model or to other questions. Give another "
             "--output."
@@ -254,11 +261,7 @@ def _is_answer(line: bytes, question: Question, model_name: str) -> bool:
 
 
 def _identity(model_name: str, question: Question) -> dict:
-    return {
-        "model": model_name,
-        "name": question.name,
-        "question": question.text,
-    }
+    return {"model": model_name, "name": question.name, "question": question.text}
 
 
 def converse(
@@ -270,8 +273,15 @@ def converse(
 ) -> None:
     """Answers the lines of standard input, each with all that was said before it.
 
-    The first user's turn has the images. See `HOW_TO_TALK` for the commands. A turn that cannot be
-    answered is left out of the conversation, and the reason is printed to standard error.
+    See `HOW_TO_TALK` for the commands. A turn that cannot be answered is left out of the
+    conversation, and the reason is printed to standard error.
+
+    Args:
+        model: Generates the answers.
+        processor: The model's processor.
+        start: The turns before the first one.
+        images: Images of the first user's turn.
+        max_new_tokens: Longest answer, in tokens.
     """
     console = Console(stderr=True)
     prompt = ""
@@ -282,30 +292,26 @@ def converse(
     waiting_images = list(images)  # for the next turn
     for text in _typed_lines(prompt):
         command, _, argument = text.partition(" ")
-        if command == "/new":
-            turns = list(start)
-            waiting_images = list(images)
-        elif command == "/image":
-            try:
+        try:
+            if command == "/new":
+                turns = list(start)
+                waiting_images = list(images)
+            elif command == "/image":
                 path = Path(argument.strip()).expanduser()
                 waiting_images.append(decode_image({"path": str(path), "bytes": None}))
-            except ValueError as error:
-                console.print(f"Error: {error}", soft_wrap=True)
-        elif text:
-            conversation = [*turns, user_turn(text, waiting_images)]
-            try:
+            elif text:
+                conversation = [*turns, user_turn(text, waiting_images)]
                 answer = print_answer(model, processor, conversation, max_new_tokens)
-            except ValueError as error:
-                console.print(f"Error: {error}", soft_wrap=True)
-            except KeyboardInterrupt:
-                print()
-            else:
-                turns = [*conversation, assistant_turn(answer)]
+                turns = [*conversation, make_turn("assistant", answer)]
                 waiting_images = []
+        except ValueError as error:
+            console.print(f"Error: {error}", soft_wrap=True)
+        except KeyboardInterrupt:
+            print()
 
 
 def _typed_lines(prompt: str) -> Iterator[str]:
-    """Yields lines without spaces at their ends, until the end of the input or Ctrl-C."""
+    """Yields the lines of standard input, stripped, until its end or Ctrl-C."""
     while True:
         try:
             line = input(prompt)

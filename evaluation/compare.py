@@ -19,7 +19,7 @@ from scipy import stats
 
 from ..checkpoint.precision import quantization_name
 from ..errors import Printed
-from .results import EVALUATION, Evaluation, read_evaluations, stored_samples
+from .results import EVALUATION, Evaluation, read_evaluations, read_samples
 from .tasks.benchmarks import by_category, whole_questions
 
 
@@ -33,7 +33,7 @@ Scores = dict[QuestionKey, float]
 
 
 @dataclass(frozen=True)
-class Arm:
+class ModelScores:
     """One model, or the same model trained with several seeds.
 
     Attributes:
@@ -49,23 +49,23 @@ class Arm:
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm against the first one on a task, over the questions that all models were asked.
+    """A model against the first one on a task, over the questions that all models were asked.
 
     Attributes:
         task: The task, its metric, and how the models were quantized, if they were.
-        arm: Name of the compared arm.
-        against: Name of the first arm.
+        model: Name of the compared model.
+        against: Name of the first model.
         questions: How many questions all models were asked.
-        score: Mean of the arm over questions and runs.
-        reference: Mean of the first arm over questions and runs.
+        score: Mean of the model over questions and runs.
+        reference: Mean of the first model over questions and runs.
         over_questions: Interval of the difference, had other questions of the kind been asked.
         over_seeds: Interval of the difference over training runs.
-        mcnemar: P-value of [`mcnemar`]; None with several runs, or if scores are not 0 or 1.
-        several_runs: Whether both arms have several runs.
+        mcnemar: P-value of [`mcnemar`]. None with several runs, or if scores are not 0 or 1.
+        several_runs: Whether both models have several runs.
     """
 
     task: str
-    arm: str
+    model: str
     against: str
     questions: int
     score: float
@@ -82,32 +82,40 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison(Printed):
-    """Arms, and the differences between each later arm and the first one."""
+    """The outcome of [`compare_models`].
 
-    arms: Sequence[Arm]
+    Attributes:
+        models: The models that were compared.
+        differences: For each common task, the differences of each later model from the first one.
+        confidence: Coverage of the intervals.
+    """
+
+    models: Sequence[ModelScores]
     differences: list[Difference]
+    confidence: float = CONFIDENCE
 
     def renderable(self) -> Table:
         """Returns a table with a row for each difference."""
-        first_name = self.arms[0].name
+        first_name = self.models[0].name
         caption = (
-            f"Differences from {first_name}, 95 % intervals, over the n questions asked of all."
+            f"Differences from {first_name}, {100 * self.confidence:g} % intervals, over the n "
+            "questions asked of all."
         )
         table = Table("task", "model", box=SIMPLE, padding=0, show_edge=False, caption=caption)
         for header in ("n", "score", first_name, "difference", "over questions", "over seeds", "p"):
             table.add_column(header, justify="right")
-        any_alike = False
         for difference in self.differences:
             over_questions = _ends(difference.over_questions, several=difference.questions > 1)
             over_seeds = _ends(difference.over_seeds, several=difference.several_runs)
             if ALIKE in (over_questions, over_seeds):
-                any_alike = True
+                reason = f"{ALIKE!r}: all differ by the same, so there is nothing to estimate from."
+                table.caption = f"{caption} {reason}"
             p_value = "-"
             if difference.mcnemar is not None:
                 p_value = f"{difference.mcnemar:.3f}"
             table.add_row(
                 difference.task,
-                difference.arm,
+                difference.model,
                 f"{difference.questions:,}",
                 f"{difference.score:.3f}",
                 f"{difference.reference:.3f}",
@@ -116,68 +124,58 @@ class Comparison(Printed):
                 over_seeds,
                 p_value,
             )
-        if any_alike:
-            reason = f"{ALIKE!r}: all differ by the same, so no interval can be told."
-            table.caption = f"{caption} {reason}"
         return table
 
     def left_out(self) -> list[str]:
-        """Returns a sentence for each task that is not compared, with the arms that lack it."""
-        all_tasks: set[str] = set()
-        for run in _runs(self.arms):
-            all_tasks.update(run)
+        """Returns a sentence for each task that is not compared, with the models that lack it."""
         sentences = []
-        for task in sorted(all_tasks):
-            not_evaluated = self._arms_with(task, None)
-            if not_evaluated:
-                sentences.append(f"Left out: {task} (not evaluated on it: {not_evaluated}).")
-            without_scores = self._arms_with(task, {})
-            if without_scores:
-                sentences.append(f"Left out: {task} (no score per question: {without_scores}).")
+        for task in sorted(set().union(*_runs(self.models))):
+            for scores, reason in ((None, "not evaluated on it"), ({}, "no score per question")):
+                names = []
+                for model in self.models:
+                    if any(run.get(task) == scores for run in model.runs):
+                        names.append(model.name)
+                if names:
+                    sentences.append(f"Left out: {task} ({reason}: {', '.join(names)}).")
         return sentences
 
-    def _arms_with(self, task: str, scores: Scores | None) -> str:
-        """Returns the names of arms that have a run with exactly these scores on a task."""
-        arm_names = []
-        for arm in self.arms:
-            if any(run.get(task) == scores for run in arm.runs):
-                arm_names.append(arm.name)
-        return ", ".join(arm_names)
 
+def read_scores(argument: str) -> ModelScores:
+    """Reads the scores in `FOLDER`, or in `NAME=FOLDER,FOLDER,...` for several runs.
 
-def read_arm(argument: str) -> Arm:
-    """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` for several runs. All need an evaluation."""
+    Raises ValueError if a folder has no evaluation, or one that is not valid.
+    """
     name, _, folders = argument.partition("=")
     if folders and not os.path.exists(argument):
         paths = [Path(folder).resolve() for folder in folders.split(",")]
     else:
         paths = [Path(argument).resolve()]
         name = paths[0].name
-    return Arm(name, [_scores_by_task(path) for path in paths], paths)
+    return ModelScores(name, [_read_folder(path) for path in paths], paths)
 
 
-def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
-    """Compares two or more arms with the first, on the tasks and the questions that all have.
+def compare_models(models: Sequence[ModelScores], confidence: float = CONFIDENCE) -> Comparison:
+    """Compares two or more models with the first, on the tasks and the questions that all have.
 
     Args:
-        arms: Models to compare, see [`read_arm`].
+        models: Models to compare, see [`read_scores`].
         confidence: Coverage of both intervals.
 
     Raises:
         ValueError: A name or a folder comes twice, no task is common to all, or a task asked the
             models different questions.
     """
-    _check_distinct(arms)
-    first, *others = arms
+    _check_distinct(models)
+    first, *others = models
     differences = []
-    for task in _common_tasks(arms):
-        questions = _shared_questions(task, arms)
+    for task in _require_common_tasks(models):
+        questions = _require_shared_questions(task, models)
         reference = _score_array(first, task, questions)
-        for arm in others:
-            scores = _score_array(arm, task, questions)
+        for model in others:
+            scores = _score_array(model, task, questions)
             difference = Difference(
                 task=task,
-                arm=arm.name,
+                model=model.name,
                 against=first.name,
                 questions=len(questions),
                 score=float(scores.mean()),
@@ -188,50 +186,49 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
                 several_runs=min(len(scores), len(reference)) > 1,
             )
             differences.append(difference)
-    return Comparison(arms, differences)
+    return Comparison(models, differences, confidence)
 
 
-def _runs(arms: Sequence[Arm]) -> list[dict[str, Scores]]:
-    return [run for arm in arms for run in arm.runs]
+def _runs(models: Sequence[ModelScores]) -> list[dict[str, Scores]]:
+    return [run for model in models for run in model.runs]
 
 
-def _check_distinct(arms: Sequence[Arm]) -> None:
-    """Raises ValueError if there is only one arm, or a name or a folder comes twice."""
-    arm_names = [arm.name for arm in arms]
-    folders = [folder for arm in arms for folder in arm.folders]
-    if len(arms) < 2 or len(set(arm_names)) < len(arm_names) or len(set(folders)) < len(folders):
-        listed = ", ".join([*arm_names, *map(str, folders)])
+def _check_distinct(models: Sequence[ModelScores]) -> None:
+    """Raises ValueError if there is only one model, or a name or a folder comes twice."""
+    names = [model.name for model in models]
+    folders = [folder for model in models for folder in model.folders]
+    if len(models) < 2 or len(set(names)) < len(names) or len(set(folders)) < len(folders):
+        listed = ", ".join([*names, *map(str, folders)])
         raise ValueError(f"Name two or more models, as NAME=FOLDER, and none twice: {listed}.")
 
 
-def _common_tasks(arms: Sequence[Arm]) -> list[str]:
-    """Returns the tasks that all runs have scores of, in the first run's order."""
-    common_tasks = list(arms[0].runs[0])
-    for run in _runs(arms):
+def _require_common_tasks(models: Sequence[ModelScores]) -> list[str]:
+    """Returns the tasks that all runs have scores of, in the first run's order.
+
+    Raises ValueError without any.
+    """
+    common_tasks = list(models[0].runs[0])
+    for run in _runs(models):
         common_tasks = [task for task in common_tasks if run.get(task)]
     if not common_tasks:
-        tasks_by_arm = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
+        tasks_by_model = "; ".join(f"{model.name}: {', '.join(model.runs[0])}" for model in models)
         raise ValueError(
-            f"No task is common to all ({tasks_by_arm}). Evaluate all of them on the same tasks, "
+            f"No task is common to all ({tasks_by_model}). Evaluate all of them on the same tasks, "
             "quantized alike."
         )
     return common_tasks
 
 
-def _shared_questions(task: str, arms: Sequence[Arm]) -> list[QuestionKey]:
+def _require_shared_questions(task: str, models: Sequence[ModelScores]) -> list[QuestionKey]:
     """Returns the questions of a task that all runs answered, in order.
 
     Raises ValueError if the runs were asked different questions, as with different versions of the
     data. Some true answers are then the same by chance, so each shared number must have the same.
     """
-    key_sets = []
-    number_sets = []
-    for run in _runs(arms):
-        key_sets.append(set(run[task]))
-        number_sets.append({question[:2] for question in run[task]})
-    shared_keys = set.intersection(*key_sets)
-    shared_numbers = set.intersection(*number_sets)
-    if not shared_keys or len(shared_keys) < len(shared_numbers):
+    runs = _runs(models)
+    shared_keys = set.intersection(*(set(run[task]) for run in runs))
+    numbers_by_run = [{question[:2] for question in run[task]} for run in runs]
+    if not shared_keys or len(shared_keys) < len(set.intersection(*numbers_by_run)):
         raise ValueError(
             f"{task} asked the models different questions. Evaluate them again, with one version "
             "of the task and its data."
@@ -239,10 +236,10 @@ def _shared_questions(task: str, arms: Sequence[Arm]) -> list[QuestionKey]:
     return sorted(shared_keys)
 
 
-def _score_array(arm: Arm, task: str, questions: Sequence[QuestionKey]) -> Array:
-    """Returns an arm's scores, `(runs, questions)`."""
+def _score_array(model: ModelScores, task: str, questions: Sequence[QuestionKey]) -> Array:
+    """Returns a model's scores, `(runs, questions)`."""
     scores_by_run = []
-    for run in arm.runs:
+    for run in model.runs:
         scores_by_run.append([run[task][question] for question in questions])
     return np.array(scores_by_run)
 
@@ -259,13 +256,13 @@ def _mcnemar_of_runs(scores: Array, reference: Array) -> float | None:
 def over_questions(
     scores: Array, reference: Array, confidence: float = CONFIDENCE
 ) -> Interval | None:
-    """Returns the percentile interval of the mean difference of scores: a paired bootstrap.
+    """Returns the percentile interval of the mean difference of scores, by a paired bootstrap.
 
-    None for one question, and if all differ by the same: nothing is known of others then.
+    Returns None for one question, and if all differ by the same: nothing is then known of others.
 
     Args:
-        scores: The arm's scores, `(questions,)`.
-        reference: The first arm's scores of the same questions, `(questions,)`.
+        scores: The model's scores, `(questions,)`.
+        reference: The first model's scores of the same questions, `(questions,)`.
         confidence: Coverage of the interval.
     """
     differences = scores - reference
@@ -288,23 +285,22 @@ def mcnemar(scores: Array, reference: Array) -> float:
 
     Both arguments are answers to the same questions, `(questions,)`: 1 is right, 0 is wrong.
     """
-    only_arm_right = int((scores > reference).sum())
-    only_reference_right = int((scores < reference).sum())
-    discordant = only_arm_right + only_reference_right
+    only_model_right = int((scores > reference).sum())
+    discordant = int((scores != reference).sum())
     if discordant == 0:
         return 1.0
-    return float(stats.binomtest(only_arm_right, discordant, 0.5).pvalue)
+    return float(stats.binomtest(only_model_right, discordant, 0.5).pvalue)
 
 
 def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval | None:
     """Returns the t interval of runs' mean difference: paired if as many, else Welch's.
 
-    None for one run, and if the variance is 0 to rounding: such an interval would have no width,
-    and would call any difference certain.
+    Returns None for one run, and if the variance is 0 but for rounding. Such an interval would have
+    no width, and would call any difference certain.
 
     Args:
-        scores: The arm's mean score in each run, `(runs,)`.
-        reference: The first arm's mean score in each run, `(runs,)`.
+        scores: The model's mean score in each run, `(runs,)`.
+        reference: The first model's mean score in each run, `(runs,)`.
         confidence: Coverage of the interval.
     """
     if min(len(scores), len(reference)) < 2:
@@ -334,14 +330,14 @@ def _ends(interval: Interval | None, *, several: bool) -> str:
     return ALIKE if several else "-"
 
 
-def _scores_by_task(folder: Path) -> dict[str, Scores]:
-    """Returns the scores of a folder's tasks, by task, metric and quantization.
+def _read_folder(folder: Path) -> dict[str, Scores]:
+    """Reads the scores of a folder's tasks, by task, metric and quantization.
 
-    They are empty for a task without scores per question.
+    They are empty for a task without scores per question. Raises ValueError without an evaluation.
     """
     scores_by_task = {}
     for result in read_evaluations(folder):
-        metric_name, scores = _scores(folder / EVALUATION / result.task, result)
+        metric_name, scores = _read_task(folder / EVALUATION / result.task, result)
         label = f"{result.task} {metric_name}"
         quantization = result.settings.get("quantization")
         if quantization:
@@ -352,27 +348,26 @@ def _scores_by_task(folder: Path) -> dict[str, Scores]:
     return scores_by_task
 
 
-def _scores(folder: Path, result: Evaluation) -> tuple[str, Scores]:
-    """Returns the first metric that all questions have, and its score of each question.
+def _read_task(folder: Path, result: Evaluation) -> tuple[str, Scores]:
+    """Reads the first metric that all questions have, and its score of each question.
 
     The mean of the scores is the benchmark's own result. There are none without such a metric.
     """
-    stored_scores = _stored_scores(folder, result.versions.get(result.task))
+    stored_scores = _read_stored(folder, result.versions.get(result.task))
     question_count = max(map(len, stored_scores.values()), default=0)
-    metric_names = [metric.name for metric in result.metrics]
-    for metric_name in metric_names:
-        by_question = stored_scores.get(metric_name)
+    for metric in result.metrics:
+        by_question = stored_scores.get(metric.name)
         if by_question and len(by_question) == question_count:
-            scores = _comparable_scores(metric_name, by_question)
+            scores = _comparable_scores(metric.name, by_question)
             if scores is not None:
-                return metric_name, scores
-    return next(iter(metric_names), ""), {}
+                return metric.name, scores
+    return result.metrics[0].name if result.metrics else "", {}
 
 
-def _stored_scores(folder: Path, version: str | None) -> dict[str, dict[QuestionKey, Any]]:
-    """Returns what the harness stored for each metric and question: a number, or (group, score)."""
+def _read_stored(folder: Path, version: str | None) -> dict[str, dict[QuestionKey, Any]]:
+    """Reads what the harness stored for each metric and question: a number, or (group, score)."""
     scores_by_metric: dict[str, dict[QuestionKey, Any]] = defaultdict(dict)
-    for task, sample in stored_samples(folder):
+    for task, sample in read_samples(folder):
         question = (task, sample["doc_id"], f"{sample['target_hash']} {version}")
         filter_name = sample["filter"]
         for metric in sample["metrics"]:
@@ -383,14 +378,12 @@ def _stored_scores(folder: Path, version: str | None) -> dict[str, dict[Question
 
 
 def _comparable_scores(metric_name: str, by_question: dict[QuestionKey, Any]) -> Scores | None:
-    """Returns a number for each question; None if a metric has lists with another meaning."""
+    """Returns a number for each question, or None if a metric has lists with another meaning."""
     stored_scores = list(by_question.values())
     if metric_name == "acc_circular":
         # Several rotations of a question count as one question, under the first one's key.
-        first_rotations = {index: question for question, (index, _) in by_question.items()}
-        return {
-            first_rotations[index]: right for index, right in whole_questions(stored_scores).items()
-        }
+        keys = {index: question for question, (index, _) in by_question.items()}
+        return {keys[index]: right for index, right in whole_questions(stored_scores).items()}
     if metric_name == "acc_by_category":
         return dict(zip(by_question, by_category(stored_scores), strict=True))
     if any(isinstance(score, list) for score in stored_scores):

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
 
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.precision import quantization_name
-from ..diagnose.load import ModelHandle
+from ..models import ModelHandle
 from .answering import greedy_config
 from .results import Evaluation, Metric
 
@@ -42,7 +42,10 @@ VERSIONED = ("lm_eval", "torch", "transformers", "normalign_llava")
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal` for a model in memory; answers do not depend on the batch."""
+    """The harness's `hf-multimodal` for a loaded model. Answers do not depend on the batch.
+
+    Raises ValueError for questions that are too long: the harness would cut their images off.
+    """
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
         self.processor = processor
@@ -88,31 +91,30 @@ def chosen_tasks(
     task_names: list[str] = []
     for suite in suites:
         if suite not in SUITES:
-            raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
+            raise ValueError(f"Suite {suite!r} does not exist. Name one of {', '.join(SUITES)}.")
         task_names.extend(SUITES[suite])
-    task_names.extend(tasks)
-    unique_names = list(dict.fromkeys(task_names))
+    task_names = list(dict.fromkeys([*task_names, *tasks]))
     folders = [str(files(__package__) / "tasks")]
     if include_path:
         folders.append(str(include_path))  # it takes precedence over those before it
     manager = TaskManager(include_path=folders, include_defaults=False)
-    if not set(unique_names) <= set(manager.all_tasks):
+    if not set(task_names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=folders)  # reads the harness's 10,000 files
-    for task_name in unique_names:
+    for task_name in task_names:
         if task_name not in manager.all_tasks:
-            raise ValueError(f"There is no task {task_name!r}. `lm-eval ls tasks` lists all.")
-    if limit and "mmbench_en_dev" in unique_names:
+            raise ValueError(f"Task {task_name!r} does not exist. `lm-eval ls tasks` lists all.")
+    if limit and "mmbench_en_dev" in task_names:
         raise ValueError(
             "mmbench_en_dev asks each question several times, and a limit would cut that. Leave "
             "out the limit, or the task."
         )
-    return unique_names, manager
+    return task_names, manager
 
 
 def task_version(task: str | Task, manager: TaskManager) -> str | None:
     """Returns the version in a task's file, without reading the task's questions.
 
-    None for a group, and for a task without a version.
+    Returns None for a group, and for a task without a version.
     """
     if not isinstance(task, str):
         return str(task.VERSION)
@@ -125,33 +127,35 @@ def task_version(task: str | Task, manager: TaskManager) -> str | None:
 
 
 def as_lm(handle: ModelHandle, *, batch_size: int, **loading: Any) -> LM:
-    """Returns a checkpoint as a model of the harness, loaded as [`ModelHandle.load`] does."""
+    """Loads a checkpoint as a model of the harness. Raises as [`ModelHandle.load`] does."""
     model = handle.load(**loading)
     if handle.processor is None:
         tokenizer = handle.checkpoint.preprocessor(AutoTokenizer)
+        language_model = HFLM(model, tokenizer=tokenizer, batch_size=batch_size)
     else:
         tokenizer = handle.processor.tokenizer
+        language_model = MultimodalLM(model, handle.processor, batch_size)
     # `generate` takes what a task leaves open, such as a repetition penalty, from the model's own.
     model.generation_config = greedy_config(model.generation_config, tokenizer)
-    if handle.processor is None:
-        return HFLM(model, tokenizer=tokenizer, batch_size=batch_size)
-    return MultimodalLM(model, handle.processor, batch_size)
+    return language_model
 
 
 def run_task(
     lm: LM, task: str | Task, manager: TaskManager, folder: Path, weights: str, settings: dict
 ) -> Evaluation:
-    """Runs a task, or a group by its name, and writes what the harness writes into a folder.
+    """Runs a task, or a group by its name, and writes the harness's files into a folder.
 
     Answers are generated through the chat template. Likelihoods are of plain text, as usual.
 
     Args:
         lm: Model of the harness, see [`as_lm`].
-        task: Name of a task or group, or a task that the harness has no file of.
+        task: Name of a task or group, or a task without a file.
         manager: Knows the task files, see [`chosen_tasks`].
-        folder: Gets the harness's files of results and answers.
+        folder: Folder that gets the harness's files of results and answers.
         weights: Hash of the weights, or Hub id and commit, for the result.
         settings: What else the result depends on. `limit` is the number of samples, or None.
+
+    Raises any error of the harness, and ValueError if a metric is not finite.
     """
     name = task if isinstance(task, str) else str(task.config.task)
     through_chat_template = _uses_chat_template(lm, task, manager)
@@ -209,46 +213,51 @@ def _metrics(raw: dict, task: str) -> list[Metric]:
         subset = None
         if task_name != task:
             subset = scores.get("alias", task_name).strip(" -")
-        for score_key in scores:
-            if _is_metric(score_key, scores[score_key]):
-                metrics.append(_metric(score_key, scores, samples, subset))
+        for key, score in scores.items():
+            name, _, filter_name = key.partition(",")
+            is_result = filter_name and not name.endswith("_stderr")
+            is_reference = name.partition("_")[0] in REFERENCES
+            if is_result and not is_reference and isinstance(score, int | float):
+                metrics.append(_metric(name, filter_name, scores, samples, subset))
     return metrics
 
 
-def _is_metric(key: str, score: Any) -> bool:
-    """Returns whether a score of the harness is a result of its own, not an error or reference."""
-    metric_name, _, filter_name = key.partition(",")
-    if not filter_name or metric_name.endswith("_stderr"):
-        return False
-    return isinstance(score, int | float) and metric_name.partition("_")[0] not in REFERENCES
-
-
-def _metric(key: str, scores: dict, samples: list[dict] | None, subset: str | None) -> Metric:
-    """Returns the metric of a key such as `acc,none`: its name, then how answers were filtered.
+def _metric(
+    name: str, filter_name: str, scores: dict, samples: list[dict] | None, subset: str | None
+) -> Metric:
+    """Returns a metric of a task, with its standard error and references.
 
     The references of `acc` and `exact_match` are `blank` and `commonest`, and `acc_colour` has
     `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
+
+    Args:
+        name: Name of the metric in the harness.
+        filter_name: How answers were filtered, or "none".
+        scores: Scores of the task. Their keys are name and filter, as `acc,none`.
+        samples: The task's samples, or None for a group.
+        subset: The task's name, if it is part of a group.
     """
-    metric_name, _, filter_name = key.partition(",")
     standard_error = None
-    stored_error = scores.get(f"{metric_name}_stderr,{filter_name}")
+    stored_error = scores.get(f"{name}_stderr,{filter_name}")
     if isinstance(stored_error, int | float):
         standard_error = float(stored_error)
-    suffix = metric_name.removeprefix("exact_match").removeprefix("acc")
-    if metric_name == "contains":
+    suffix = name.removeprefix("exact_match").removeprefix("acc")
+    if name == "contains":
         suffix = "_contains"
     references = {}
     for prefix, title in REFERENCES.items():
-        reference_key = f"{prefix}{suffix},{filter_name}"
-        if reference_key in scores:
-            references[title] = float(scores[reference_key])
+        reference = scores.get(f"{prefix}{suffix},{filter_name}")
+        if reference is not None:
+            references[title] = float(reference)
     sample_count = None
     if samples is not None:
-        filtered = [sample for sample in samples if sample["filter"] == filter_name]
-        sample_count = sum(metric_name in sample["metrics"] for sample in filtered)
+        sample_count = 0
+        for sample in samples:
+            if sample["filter"] == filter_name and name in sample["metrics"]:
+                sample_count += 1
     return Metric(
-        name=metric_name if filter_name == "none" else f"{metric_name}, {filter_name}",
-        value=float(scores[key]),
+        name=name if filter_name == "none" else f"{name}, {filter_name}",
+        value=float(scores[f"{name},{filter_name}"]),
         stderr=standard_error,
         references=references,
         subset=subset,
@@ -259,31 +268,27 @@ def _metric(key: str, scores: dict, samples: list[dict] | None, subset: str | No
 def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
     """Returns sentences on how results were obtained.
 
-    They quote the first prompt, but not if it comes from the user's own data: the sentences are
+    They quote the first prompt, but not if it comes from the user's own data, because they are
     published.
 
     Args:
         raw: What the harness returned.
-        config: The task's configuration, the first one of a group.
+        config: The task's configuration. For a group, the first task's.
         chat: Whether prompts were written through the chat template.
-        quantization: How the language model was quantized; None if it was not.
+        quantization: How the language model was quantized, or None.
     """
     output_type = config["output_type"]
-    generates = output_type == "generate_until"
-    answering_form = f"chosen by {output_type}"
-    if generates:
-        answering_form = f"generated with {json.dumps(config.get('generation_kwargs'))}"
-    prompt_form = "through the chat template" if chat else "as plain text"
-    metadata = config.get("metadata") or {}
-    own_data_rule = metadata.get("rule")
-    sentences = [
-        f"lm-evaluation-harness runs its task {config['task']} on {_data_name(config)}.",
-        f"Answers are {answering_form}.",
-    ]
-    if generates:
+    own_data_rule = (config.get("metadata") or {}).get("rule")
+    sentences = [f"lm-evaluation-harness runs its task {config['task']} on {_data_name(config)}."]
+    if output_type == "generate_until":
+        settings = json.dumps(config.get("generation_kwargs"))
+        sentences.append(f"Answers are generated with {settings}.")
         sentences.append(
             "Of the model's own generation_config only the tokens are used, and no penalty."
         )
+    else:
+        sentences.append(f"Answers are chosen by {output_type}.")
+    prompt_form = "through the chat template" if chat else "as plain text"
     example_count = config.get("num_fewshot") or 0
     sentences.append(f"Prompts are written {prompt_form}, after {example_count} examples.")
     if own_data_rule:
@@ -306,7 +311,7 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
 
 
 def _data_name(config: dict) -> str:
-    """Returns the data set's name and configuration. Of a local path it has only the last part."""
+    """Returns the data set's name and configuration. A local path is cut to its last part."""
     name_parts = []
     for name in (config.get("dataset_path"), config.get("dataset_name")):
         if name:

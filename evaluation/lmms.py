@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of lmms-eval, `--model normalign_llava`, found by this package's entry point."""
+"""A model of lmms-eval: `--model normalign_llava`, by this package's entry point."""
 
 from itertools import groupby
 from typing import Any
@@ -10,12 +10,23 @@ from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
-from ..assembly.processing import pad_left
-from ..diagnose.load import resolve_model
+from ..models import require_processor, resolve_model
+from .answering import model_inputs
 
 
 class NormAlignLlava(lmms):
-    """Answers of the vision-language model `pretrained`, folder or Hub id, by its chat template."""
+    """Answers questions of lmms-eval through the chat template.
+
+    Args:
+        pretrained: Folder or Hub id of a vision-language model.
+        batch_size: Questions that are answered together.
+        dtype: Type of the weights, see [`ModelHandle.load`].
+        device: Device that the model is moved to. By default, it stays where it was loaded.
+
+    Raises:
+        ValueError: The model cannot be used, or has no vision.
+        OSError: The model cannot be fetched.
+    """
 
     is_simple = False  # it takes messages
 
@@ -28,10 +39,7 @@ class NormAlignLlava(lmms):
     ):
         super().__init__()
         handle = resolve_model(pretrained)
-        if handle.processor is None:
-            raise ValueError(f"{handle.name} is a language model. Give a vision-language model.")
-        self.processor = handle.processor
-        pad_left(self.processor.tokenizer)
+        self.processor = require_processor(handle)
         self.model = handle.load(dtype=dtype)
         if device:
             self.model.to(device)
@@ -57,14 +65,8 @@ class NormAlignLlava(lmms):
             document = self.task_dict[task][split][document_id]
             messages = ChatMessages(messages=messages_of_document(document))
             conversations.append(messages.to_hf_messages())
-        inputs = self.processor.apply_chat_template(
-            conversations,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            add_generation_prompt=True,
-            processor_kwargs={"padding": True},
-        ).to(self.model.device, self.model.dtype)
+        inputs = model_inputs(self.processor, conversations)
+        inputs = inputs.to(self.model.device, self.model.dtype)
         prompt_length = inputs["input_ids"].shape[1]
         options = batch[0].args[2]
         token_ids = self.model.generate(
@@ -73,9 +75,8 @@ class NormAlignLlava(lmms):
             num_beams=options.get("num_beams", 1),
             **_sampling_options(options),
         )
-        answers = self.processor.batch_decode(
-            token_ids[:, prompt_length:], skip_special_tokens=True
-        )
+        answer_ids = token_ids[:, prompt_length:]
+        answers = self.processor.batch_decode(answer_ids, skip_special_tokens=True)
         stop_texts = options.get("until", [])
         if isinstance(stop_texts, str):
             stop_texts = [stop_texts]
@@ -90,7 +91,7 @@ class NormAlignLlava(lmms):
 
 
 def _sampling_options(options: dict) -> dict:
-    """Returns the options of `generate` for how tokens are drawn; greedy at temperature 0."""
+    """Returns the options of `generate` for how tokens are drawn. Temperature 0 is greedy."""
     sampling: dict = {"do_sample": False}
     if options.get("temperature"):
         sampling = {"do_sample": True, "temperature": options["temperature"]}

@@ -1,18 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that `normalign ask` and `normalign evaluate` share, as keywords and as frozen values."""
+"""Options of `normalign ask` and `normalign evaluate`."""
 
 from dataclasses import dataclass
-from typing import TypedDict
-
-
-class ModelKeywords(TypedDict, total=False):
-    """Keyword arguments that become [`ModelOptions`]."""
-
-    dtype: str
-    load_in_4bit: bool
-    trust_remote_code: bool
-    base: str | None
-    base_quantization: str | None
 
 
 @dataclass(frozen=True)
@@ -32,14 +21,6 @@ class ModelOptions:
     trust_remote_code: bool = False
     base: str | None = None
     base_quantization: str | None = None
-
-
-class EvaluateKeywords(ModelKeywords, total=False):
-    """Keyword arguments that become [`EvaluateOptions`]."""
-
-    image_folder: str | None
-    columns: str | None
-    batch_size: int
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@
 import json
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
@@ -27,8 +26,9 @@ from ..data.rows.values import plain
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
+from .questions import label_of_data
 from .tasks.benchmarks import ASK_FOR_LETTER
-from .tasks.offline import OfflineTask, blank, commonest
+from .tasks.offline import OfflineTask, blank, commonest, with_answers_for_blank
 
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ Document = dict[str, Any]
 - `answer`: The true answer that training would learn.
 - `answers`: All true answers.
 - `options`: Texts of the options; empty without choices.
-- `blank`: See [`_with_answers_for_blank`].
+- `blank`: See [`with_answers_for_blank`].
 """
 
 OWN_TASK = "own_"  # how the name of a task of own data begins
@@ -57,9 +57,9 @@ LEAST_TOKENS = 64
 def own_task(
     data: str, *, image_folder: str | None = None, columns: str | None = None
 ) -> OfflineTask:
-    """Returns a task of rows in any form that training reads, with a question and its answer each.
+    """Reads data in any form that training reads, and returns a task of its questions.
 
-    Its version is a hash of questions, answers and images.
+    The task's version is a hash of questions, answers and images.
 
     Args:
         data: File, folder or Hub id, see [`DataSource.named`].
@@ -67,58 +67,49 @@ def own_task(
         columns: Which columns have image, question and answer, see [`DataSource.named`].
 
     Raises:
-        ValueError: Names the rows and images that cannot be used.
+        ValueError: The data cannot be read, or has rows or images that cannot be used.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
     rows = parse_rows(opened, opened.rules, None)
     documents: list[Document] = []
     refused_rows = []
-    with_several_questions = 0
+    rows_with_several = 0
     for number, row in enumerate(rows):
         first_document = documents[0] if documents else None
         try:
             problem = image_problem(row["images"], opened.rules)
             if problem:
                 raise ValueError(problem[1])
-            row_documents = _documents(row, first_document)
+            row_documents = _require_documents(row, first_document)
         except ValueError as error:
             refused_rows.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
             continue
         if len(row_documents) > 1:
-            with_several_questions += 1
+            rows_with_several += 1
         for document in row_documents:
             documents.append({"row": number, **document})
     if refused_rows:
         raise ValueError(bad_rows_message(opened, refused_rows, len(rows), use="evaluated"))
     if not rows:
         raise ValueError(f"{data} has no rows.")
-    if with_several_questions:
+    if rows_with_several:
         logger.warning(
-            f"{opened.name}: {with_several_questions:,} of {len(rows):,} rows have several "
+            f"{opened.name}: {rows_with_several:,} of {len(rows):,} rows have several "
             "questions. Each is asked by itself, with the row's images: "
             f"{len(documents):,} questions in all."
         )
-    _report_what_is_not_read(opened.name, rows)
-    return _task(_label(source, data), documents, [row["images"] for row in rows])
+    _check_what_is_read(opened.name, rows)
+    return _task(label_of_data(data, source), documents, [row["images"] for row in rows])
 
 
-def _label(source: DataSource, data: str) -> str:
-    """Returns the name of data on this machine without its folder; a Hub id as it was given."""
-    path = Path(source.path).resolve()
-    if not path.exists():
-        return data
-    if source.split == "train":
-        return path.name
-    return f"{path.name}:{source.split}"
-
-
-def _documents(row: dict, first: Document | None) -> list[Document]:
+def _require_documents(row: dict, first: Document | None) -> list[Document]:
     """Returns what a row asks, a document for each question.
 
-    In FineVision's form the turns of a row are separate questions about its images. In other forms
-    a later turn may need those before it. Raises ValueError with what is not supported in the row,
-    and the remedy.
+    In FineVision's form, the turns of a row are separate questions about its images. In other
+    forms, a later turn may need the turns before it.
+
+    Raises ValueError that says what is wrong with the row.
     """
     if row["reason"]:
         raise ValueError(row["reason"])
@@ -131,12 +122,11 @@ def _documents(row: dict, first: Document | None) -> list[Document]:
     image_markers = MARKER * row["image_count"]
     are_separate = row["form"] == SEPARATE_QUESTIONS and questions[0].startswith(image_markers)
     if len(questions) != 1 and not are_separate:
-        fault = f"it has {len(questions)} questions; save each with its answer as a row"
-        raise ValueError(fault)
+        raise ValueError(f"it has {len(questions)} questions; save each with its answer as a row")
     documents: list[Document] = []
     for question, answer in zip(questions, answers, strict=True):
         prompt = image_markers + question if documents else question
-        documents.append(_document(row, system, prompt, answer, first))
+        documents.append(_require_document(row, system, prompt, answer, first))
     return documents
 
 
@@ -148,7 +138,9 @@ def _turn_text(content: list[dict]) -> str:
     return turn_text
 
 
-def _document(row: dict, system: str, prompt: str, answer: str, first: Document | None) -> Document:
+def _require_document(
+    row: dict, system: str, prompt: str, answer: str, first: Document | None
+) -> Document:
     """Returns a question of a row.
 
     Raises ValueError if it differs in kind from the `first` document of the data.
@@ -165,8 +157,10 @@ def _document(row: dict, system: str, prompt: str, answer: str, first: Document 
         learned = letter
         answers = [letter]
     if first and (bool(options) != bool(first["options"]) or system != first["system"]):
-        problem = "its system turn, or whether it has choices, differs from the first row"
-        raise ValueError(f"{problem}; use several files")
+        raise ValueError(
+            "its system turn, or whether it has choices, differs from the first row; use several "
+            "files"
+        )
     # The version of the task is a hash of the documents, in this order.
     return {
         "system": system,
@@ -177,24 +171,21 @@ def _document(row: dict, system: str, prompt: str, answer: str, first: Document 
     }
 
 
-def _report_what_is_not_read(name: str, rows: list[dict]) -> None:
-    """Logs the columns that are not used, and images that are not read.
+def _check_what_is_read(name: str, rows: list[dict]) -> None:
+    """Logs the columns that are not used, and what is changed in rows.
 
     Raises ValueError if no image is read where most rows seem to have one.
     """
     unused_columns: Counter[str] = Counter()
     changes: Counter[str] = Counter()
-    unread_images: Counter[str] = Counter()
-    image_count = 0
     for row in rows:
         unused_columns.update(row["left_out"])
         changes.update(row["changed"])
-        image_count += row["image_count"]
-        if row["unread"]:
-            unread_images[row["unread"]] += 1
     for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
         changes.pop(note, None)
     log_not_read(logger, name, unused_columns, changes)
+    image_count = sum(row["image_count"] for row in rows)
+    unread_images = Counter(row["unread"] for row in rows if row["unread"])
     check_images_are_read(name, len(rows), image_count, unread_images)
 
 
@@ -210,24 +201,23 @@ def _task(label: str, documents: list[Document], images: list[list[dict]]) -> Of
         "An answer is an exact match if it is a true one, but for case, spaces and punctuation at "
         "its ends. It contains a true one if that stands in it as whole words, but for case."
     )
-    metrics: list[tuple[str, Any]] = [
-        ("exact_match", "mean"),
-        ("contains", "mean"),
-        ("blank", blank),
-        ("blank_contains", blank),
-        ("commonest", commonest),
-    ]
+    aggregations: dict[str, Any] = {
+        "exact_match": "mean",
+        "contains": "mean",
+        "blank": blank,
+        "blank_contains": blank,
+        "commonest": commonest,
+    }
     if documents[0]["options"]:
         rule = "An answer is right if it chooses the true option, by its letter or its text."
-        metrics = [("acc", "mean"), ("blank", blank), ("commonest", commonest)]
-    metric_list = []
-    for metric_name, aggregation in metrics:
-        is_score = aggregation == "mean"
-        metric_list.append(
-            {"metric": metric_name, "aggregation": aggregation, "higher_is_better": is_score}
-        )
-    version = _version(documents, images)
-    questions = _with_answers_for_blank(documents)
+        aggregations = {"acc": "mean", "blank": blank, "commonest": commonest}
+    metrics = [
+        {"metric": name, "aggregation": aggregation, "higher_is_better": aggregation == "mean"}
+        for name, aggregation in aggregations.items()
+    ]
+    version = _read_version(documents, images)
+    truths = [document["answers"] for document in documents]
+    questions = with_answers_for_blank(documents, "prompt", truths)
     data_size = f"{len(images):,} rows"
     if len(questions) != len(images):
         data_size += f", {len(questions):,} questions"
@@ -249,35 +239,19 @@ def _task(label: str, documents: list[Document], images: list[list[dict]]) -> Of
             "temperature": 0.0,
             "max_gen_toks": _most_tokens(documents),
         },
-        "metric_list": metric_list,
+        "metric_list": metrics,
         "metadata": {"version": version, "title": f"{label} (own data)", "rule": rule},
     }
     return OfflineTask(config)
 
 
-def _version(documents: list[Document], images: list[list[dict]]) -> str:
-    """Returns the first 16 hexadecimal digits of a SHA-256 over the documents and image files."""
+def _read_version(documents: list[Document], images: list[list[dict]]) -> str:
+    """Reads the images, and returns 16 digits of a SHA-256 over documents and images."""
     image_hashes = []
     for row_images in images:
         image_hashes.append([sha256(stored_bytes(image)).hexdigest() for image in row_images])
     content = json.dumps([documents, image_hashes])
     return sha256(content.encode()).hexdigest()[:16]
-
-
-def _with_answers_for_blank(documents: list[Document]) -> list[Document]:
-    """Returns the documents with `blank`, the true answers to all questions of the same wording.
-
-    Only the first document of a wording has them: it is asked with a white image for all.
-    """
-    answers_by_prompt = defaultdict(list)
-    for document in documents:
-        answers_by_prompt[document["prompt"]].append(document["answers"])
-    completed_documents = []
-    for document in documents:
-        completed_documents.append(
-            document | {"blank": answers_by_prompt.pop(document["prompt"], [])}
-        )
-    return completed_documents
 
 
 def _most_tokens(documents: list[Document]) -> int:
@@ -298,16 +272,13 @@ def _results(document: Document, answers: list[str]) -> dict:
     """
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
     normalized_answers: list[str | None] = []
-    scoring_rules: list[tuple[str, str, Callable]]
+    scoring_rules: list[tuple[str, str, Callable]] = [("exact_match", "blank", _is_one_of)]
     if options:
         normalized_answers += [chosen_option(answer, options) for answer in answers]
         scoring_rules = [("acc", "blank", _is_one_of)]
     else:
         normalized_answers += [plain(answer) or answer.strip() for answer in answers]
-        scoring_rules = [
-            ("exact_match", "blank", _is_one_of),
-            ("contains", "blank_contains", contains_any),
-        ]
+        scoring_rules.append(("contains", "blank_contains", contains_any))
     scores: dict[str, Any] = {"commonest": document["answer"]}
     for metric_name, blank_name, is_right in scoring_rules:
         scores[metric_name] = float(is_right(normalized_answers[0], document["answers"]))

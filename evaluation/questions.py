@@ -2,6 +2,7 @@
 """The questions that `normalign ask` asks: of the command line, of a folder of images, of data."""
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..data.rows.forms import known_row
 from ..data.rows.images import SUFFIXES, decode_image, image_problem
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
-from .answering import Message, system_turn, user_turn
+from .answering import Message, make_turn, user_turn
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Question:
         name: What messages call it: an image's file, or data set and row.
         turns: The turns up to the question. Their image parts have no image yet.
         images: Each image's `path` or `bytes`, in the order of the image parts.
-        truth: The answer in the data; None if it has none.
+        truth: The answer in the data, if it has one.
         further_turns: How many turns of the row come after that answer.
     """
 
@@ -63,35 +64,30 @@ def with_images(turns: Sequence[Message], images: Sequence[dict]) -> list[Messag
 
 def first_turns(system: str | None) -> list[Message]:
     """Returns the turns that a conversation starts with."""
-    return [system_turn(system)] if system else []
+    return [make_turn("system", system)] if system else []
 
 
 def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
-    """Returns the images of a command line (files or folders), and the question or None.
+    """Reads the images of a command line (files or folders), and the question or None.
 
-    The last word may be the question. Raises ValueError if another one does not exist as a file or
-    folder.
+    The last word may be the question. Raises ValueError if it is empty, or if another word is not a
+    file or folder.
     """
     images = [Path(word).expanduser() for word in words]
     question = None
-    is_path = words and words[-1].strip() and _exists(images[-1])  # "" would be this folder
+    is_path = words and words[-1].strip() and os.path.exists(images[-1])  # "" would be this folder
     if words and not is_path and not _names_an_image(words[-1]):
         question = words[-1]
         images.pop()
     for image in images:
-        if not _exists(image):
-            hint = "Check the path of the image; the question comes last, in quotes."
-            raise ValueError(f"There is no file {image}. {hint}")
+        if not os.path.exists(image):
+            raise ValueError(
+                f"File {image} does not exist. Check the path of the image; the question comes "
+                "last, in quotes."
+            )
     if question is not None and not question.strip():
         raise ValueError("The question is empty. Write one, in quotes.")
     return images, question
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a long question is too long for the name of a file
-        return False
 
 
 def _names_an_image(word: str) -> bool:
@@ -111,10 +107,10 @@ def question_about(images: Sequence[Path], text: str, system: str | None) -> Que
     return Question(image_names or "the question", turns, stored_images)
 
 
-def questions_about_each(
+def read_questions_about_each(
     folder: Path, further: Sequence[Path], text: str | None, system: str | None
 ) -> list[Question]:
-    """Returns the same question about each image in a folder and the folders in it, by path.
+    """Reads the images in a folder and the folders in it, and asks the same about each.
 
     Args:
         folder: Folder of images.
@@ -123,14 +119,14 @@ def questions_about_each(
         system: System turn, or None.
 
     Raises:
-        ValueError: There is no image or no question, or other images are given too.
+        ValueError: The folder has no image, the question is missing, or other images are given too.
     """
     if text is None:
         raise ValueError(
             f"{folder} is a folder of images. Give the question about each, in quotes."
         )
     if further:
-        raise ValueError(f"{folder} is a folder: give it alone, to ask about each image in it.")
+        raise ValueError(f"{folder} is a folder. To ask about its images, give no other images.")
     questions = []
     for file in sorted(folder.rglob("*")):
         if file.suffix.lower() in SUFFIXES:
@@ -141,10 +137,24 @@ def questions_about_each(
     return questions
 
 
-def questions_of_data(
+def label_of_data(data: str, source: DataSource) -> str:
+    """Returns what results call data: a path without its folder, or a Hub id as it was given."""
+    path = Path(source.path).resolve()
+    if not path.exists():
+        return data
+    return path.name if source.split == "train" else f"{path.name}:{source.split}"
+
+
+def row_name(label: str, opened: Source, origin: str, row_number: int) -> str:
+    """Returns what messages call a row of data: the data's label or the row's file, and number."""
+    file_name = label if origin == opened.name else Path(origin).name
+    return f"{file_name}, row {row_number}"
+
+
+def read_questions(
     data: str, *, image_folder: str | None, columns: str | None, system: str | None
 ) -> list[Question]:
-    """Returns the first question of each row of data, in any form that training reads.
+    """Reads the first question of each row of data, in any form that training reads.
 
     Args:
         data: File, folder or Hub id, see [`DataSource.named`].
@@ -153,19 +163,17 @@ def questions_of_data(
         system: System turn of rows without one.
 
     Raises:
-        ValueError: Names the row that cannot be asked.
+        ValueError: The data cannot be read or has no rows, or a row cannot be asked.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
-    label = source.path
-    if Path(label).exists():
-        label = Path(label).name
+    path = Path(source.path)
+    label = path.resolve().name if path.exists() else source.path
     questions = []
     for origin, row_number, stored_row in opened:
-        file_name = label if origin == opened.name else Path(origin).name
-        question_name = f"{file_name}, row {row_number}"
+        question_name = row_name(label, opened, origin, row_number)
         try:
-            questions.append(_question_of_row(question_name, stored_row, opened, system))
+            questions.append(_require_question(question_name, stored_row, opened, system))
         except ValueError as error:
             raise ValueError(f"{question_name} cannot be asked: {error}.") from error
     if not questions:
@@ -174,9 +182,9 @@ def questions_of_data(
 
 
 def check_images(questions: Sequence[Question]) -> None:
-    """Decodes the images of each question, so that a bad one is an error before answers are made.
+    """Decodes the images of each question. Raises ValueError that names the question of a bad one.
 
-    Shows a bar if there are many questions. Raises ValueError that names the question.
+    Shows a bar if there are many questions.
     """
     are_few = len(questions) < 100
     for question in track(questions, "checking images", disable=are_few):
@@ -187,7 +195,8 @@ def check_images(questions: Sequence[Question]) -> None:
                 raise ValueError(f"{question.name} cannot be used: {error}.") from error
 
 
-def _question_of_row(name: str, stored_row: Any, opened: Source, system: str | None) -> Question:
+def _require_question(name: str, stored_row: Any, opened: Source, system: str | None) -> Question:
+    """Returns the question of a row. Raises ValueError if it has none, or an image that is bad."""
     row = known_row(stored_row)
     images = [opened.rules.image(image) for image in row.images]
     problem = image_problem(images, opened.rules, decode=False)
@@ -205,9 +214,7 @@ def _question_of_row(name: str, stored_row: Any, opened: Source, system: str | N
     turn_count = len(turns)
     if turns[0]["role"] != "system":
         turns = [*first_turns(system), *turns]
-    image_count = 0
-    for turn in turns:
-        image_count += sum(part["type"] == "image" for part in turn["content"])
+    image_count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
     return Question(
         name=name,
         turns=turns,

@@ -27,7 +27,7 @@ class Metric:
         value: A share as 0.98, not 98.
         stderr: Standard error over samples.
         references: Values to compare with, as `{"blank image": 0.24}`.
-        subset: Name of a part of the task; None for the whole.
+        subset: Name of a part of the task, or None for the whole.
         samples: How many samples it is computed from.
     """
 
@@ -87,20 +87,15 @@ class Evaluation:
     def write(self, checkpoint: Path) -> None:
         """Writes the results into a folder's `evaluation/summary.json`, over earlier ones."""
         with only_writer(checkpoint):
-            evaluations = [self]
-            for result in read_evaluations(checkpoint):
-                if result.task != self.task:
-                    evaluations.append(result)
-            evaluations.sort(key=lambda result: result.task)
-            content = {
-                "schema_version": SCHEMA_VERSION,
-                "evaluations": list(map(asdict, evaluations)),
-            }
+            results = {result.task: result for result in read_evaluations(checkpoint)}
+            results[self.task] = self
+            evaluations = [asdict(results[task]) for task in sorted(results)]
+            content = {"schema_version": SCHEMA_VERSION, "evaluations": evaluations}
             write_json(checkpoint / EVALUATION / SUMMARY, content)
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
-    """Reads the evaluations in a checkpoint folder, in order of task; none without a file.
+    """Reads the evaluations in a checkpoint folder, by task. Without a file, it is empty.
 
     Raises ValueError if the file is not valid.
     """
@@ -121,12 +116,15 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         raise ValueError(f"{file} is not valid: {error}. Evaluate again, or remove it.") from error
 
 
-def stored_samples(folder: Path) -> Iterator[tuple[str, dict]]:
-    """Yields the task and the content of each sample that the harness stored in a folder."""
+def read_samples(folder: Path) -> Iterator[tuple[str, dict]]:
+    """Reads the samples that the harness stored in a folder. Yields the task and content of each.
+
+    Raises ValueError for a line that is not a JSON object.
+    """
     for samples_file in sorted(folder.glob("samples_*.jsonl")):
         task = samples_file.name.removeprefix("samples_").rpartition("_")[0]
-        for line in samples_file.read_text(encoding="utf-8").splitlines():
-            yield task, json_object(line.encode(), str(samples_file))
+        for line in samples_file.read_bytes().splitlines():  # a str would split at U+2028, too
+            yield task, json_object(line, str(samples_file))
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def read_answers(folder: Path) -> list[Answer]:
     Empty without any. Answers to white images are not among them.
     """
     answers = []
-    for _, sample in stored_samples(folder):
+    for _, sample in read_samples(folder):
         document = sample["doc"]
         answer_text = str(sample["filtered_resps"][0])
         answers.append(Answer(document["prompt"], answer_text, list(document["answers"])))
@@ -152,10 +150,8 @@ def read_answers(folder: Path) -> list[Answer]:
 
 
 def files_hash(folder: Path, *patterns: str) -> str:
-    """Returns a SHA-256 over names and contents of the files in a folder that match a pattern."""
-    matching_files: set[Path] = set()
-    for pattern in patterns:
-        matching_files.update(folder.glob(pattern))
+    """Reads the files in a folder that match a pattern, and hashes their names and contents."""
+    matching_files = {file for pattern in patterns for file in folder.glob(pattern)}
     digest = hashlib.sha256()
     for file in sorted(matching_files):
         if file.is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`normalign evaluate`: tasks one after the other, each kept when it is finished."""
+"""`normalign evaluate`: runs tasks one after the other, and keeps the result of each."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Unpack
+from typing import Any
 
 from lm_eval.tasks import TaskManager
 from rich.box import SIMPLE
@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.files import finished_folder, only_writer
-from ..diagnose.load import ModelHandle, resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
+from ..models import ModelHandle, resolve_model
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
-from .options import EvaluateKeywords, EvaluateOptions, ModelOptions
+from .options import EvaluateOptions, ModelOptions
 from .own_data import OWN_TASK, own_task
 from .results import (
     EVALUATION,
@@ -48,7 +48,7 @@ class Evaluated(Printed):
     Attributes:
         file: The file that has the results.
         results: One for each finished task.
-        failed: By name of the task, why it could not be run.
+        failed: For each task that failed, by name, the reason.
     """
 
     file: Path
@@ -57,10 +57,10 @@ class Evaluated(Printed):
 
     def renderable(self) -> Group:
         """Returns the table of results and, for own data, the first answers with their truth."""
-        return Group(self.table(), *self.examples())
+        return Group(self.table(), *self.read_examples())
 
-    def examples(self) -> list[Table]:
-        """Returns the first `EXAMPLES` questions and answers of each task of own data."""
+    def read_examples(self) -> list[Table]:
+        """Reads the first `EXAMPLES` questions and answers of each task of own data."""
         tables = []
         for result in self.results:
             # Other tasks store their answers in forms of their own.
@@ -73,13 +73,12 @@ class Evaluated(Printed):
     def table(self) -> Table:
         """Returns a table with a row for each metric of a whole task."""
         whole_metrics = []
-        reference_names: list[str] = []
+        reference_names: dict[str, None] = {}
         for result in self.results:
             for metric in result.metrics:
                 if metric.subset is None:
                     whole_metrics.append((result, metric))
-                    reference_names.extend(metric.references)
-        reference_names = list(dict.fromkeys(reference_names))
+                    reference_names |= dict.fromkeys(metric.references)
         table = Table("task", "metric", box=SIMPLE, padding=0, show_edge=False)
         if any(result.partial for result in self.results):
             table.caption = "partial"
@@ -88,9 +87,7 @@ class Evaluated(Printed):
         for result, metric in whole_metrics:
             references = map(metric.references.get, reference_names)
             cells = map(_three_decimals, (metric.value, metric.stderr, *references))
-            sample_count = metric.samples
-            if sample_count is None:
-                sample_count = result.samples
+            sample_count = result.samples if metric.samples is None else metric.samples
             table.add_row(result.task, metric.name, *cells, f"{sample_count:,}")
         return table
 
@@ -143,13 +140,13 @@ def evaluate(
     data: str | None = None,
     limit: int | None = None,
     output: Path | None = None,
-    **keywords: Unpack[EvaluateKeywords],
+    **keywords: Any,
 ) -> Evaluated:
     """Evaluates a model with lm-evaluation-harness, and writes results to `evaluation/`.
 
-    Each task is written when it is finished. The next time it is skipped if the model's files or
-    commit, settings, task files, and the versions of task, package and harness are the same. If a
-    task fails, the others still run.
+    Each result is written when it is finished. The next time, its task is skipped if nothing has
+    changed: files or commit of the model, settings, task files, and the versions of task, package
+    and harness. If a task fails, the others still run.
 
     Args:
         model: Folder or Hub id of a vision-language or language model, or an adapter's folder.
@@ -158,15 +155,15 @@ def evaluate(
         include_path: Folder with the user's own task files, as the harness reads them.
         data: The user's own questions and answers, see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
-        output: Folder that gets `evaluation/`. The default is the model's folder; for a Hub id it
-            is `evaluations/NAME`.
-        keywords: See [`EvaluateOptions`].
-
-    Returns:
-        The results of the finished tasks, and why the others failed.
+        output: Folder that gets `evaluation/`. By default, this is the model's folder or, for a Hub
+            id, `evaluations/NAME`.
+        keywords: The fields of [`EvaluateOptions`].
 
     Raises:
         ValueError: Model, task or data cannot be read, or a limit would replace whole results.
+        TypeError: An option does not exist.
+        OSError: The model cannot be fetched, or the results cannot be written.
+        ImportError: The model needs a package that is not installed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     options = EvaluateOptions(**keywords)
@@ -188,7 +185,7 @@ def evaluate(
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
     with only_writer(output):
         (output / EVALUATION).mkdir(exist_ok=True)
-    results = _reusable_results(output, chosen, manager, key)
+    results = _read_reusable_results(output, chosen, manager, key)
     console = Console(stderr=True)
     for task_name in results:
         console.print(f"{task_name}: done before.")
@@ -221,7 +218,7 @@ def evaluate(
 
 
 def _model_folder(handle: ModelHandle) -> Path | None:
-    """Returns the folder of a model's files; None for a Hub id."""
+    """Returns the folder of a model's files, or None for a Hub id."""
     folder = Path(handle.checkpoint.name)
     return folder if folder.is_dir() else None
 
@@ -229,8 +226,8 @@ def _model_folder(handle: ModelHandle) -> Path | None:
 def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
     """Returns the settings that say in what precision the weights are used.
 
-    An adapter is put on its base as in training, so its settings name the base and its
-    quantization.
+    An adapter is put on its base as in training: its settings name the base and its quantization.
+    Raises ValueError or ImportError as [`ModelHandle.precision`] does.
     """
     adapter = handle.adapter
     if adapter:
@@ -272,13 +269,13 @@ def _result_key(
     return ResultKey(weights, settings)
 
 
-def _reusable_results(
+def _read_reusable_results(
     output: Path,
     chosen: Mapping[str, str | OfflineTask],
     manager: TaskManager,
     key: ResultKey,
 ) -> dict[str, Evaluation]:
-    """Returns the stored results that need no new run, by name of the task.
+    """Reads the stored results that need no new run, by name of the task.
 
     Raises ValueError if a partial result would replace the whole one of the same weights.
     """

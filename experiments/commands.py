@@ -20,7 +20,7 @@ from scores import paper_average
 from normalign_llava.checkpoint.files import TRAINING_RECORD, json_or_none, write_json
 from normalign_llava.diagnose.report import REPORT
 from normalign_llava.diagnose.run import DIAGNOSTICS
-from normalign_llava.evaluation.compare import read_arm
+from normalign_llava.evaluation.compare import read_scores
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.quickstart.results import read_report
 from normalign_llava.quickstart.train import rows_of, words, write_data
@@ -128,7 +128,7 @@ def run_commands(
         name: {key: record[key] for key in ("seconds", "processes")}
         for name, record in records.items()
     }
-    arm = read_arm(str(model))
+    arm = read_scores(str(model))
     evaluations = read_evaluations(model)
     report1, report2 = (read_report(checkpoint)["report"] for checkpoint in (stage1, model))
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))

@@ -20,10 +20,10 @@ from normalign_llava.checkpoint.files import atomic_write
 from normalign_llava.diagnose.report import paper_tables
 from normalign_llava.evaluation.compare import (
     CONFIDENCE,
-    Arm,
     Difference,
     Interval,
-    compare_arms,
+    ModelScores,
+    compare_models,
     over_seeds,
     without_spread,
 )
@@ -194,7 +194,7 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
         both = theirs.keys() & their_none.keys()
         reported = {name: theirs[name] - their_none[name] for name in both}
         by_arm[arm] = []
-        for each in compare_arms(pair, 1 - (1 - CONFIDENCE) / benchmarks).differences:
+        for each in compare_models(pair, 1 - (1 - CONFIDENCE) / benchmarks).differences:
             name, factor = _named(each.task)
             line = Line(
                 name,
@@ -284,7 +284,7 @@ def markdown(headings: Iterable[str], body: Iterable[Iterable[str]]) -> list[str
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
-def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
+def _arm(name: str, results: Sequence[dict[str, Any]]) -> ModelScores:
     runs = []
     for result in results:
         scores: dict[str, dict[tuple[str, int, str], float]] = {}
@@ -293,7 +293,7 @@ def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
             asked = stored["asked"]
             scores[benchmark] = {(benchmark, number, asked): score for number, score in numbered}
         runs.append(scores)
-    return Arm(name, runs)
+    return ModelScores(name, runs)
 
 
 def _paper_row(model: str | None, arm: str) -> dict[str, float]:

@@ -101,7 +101,7 @@ def read_report(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / DIAGNOSTICS / REPORT).read_text(encoding="utf-8"))
 
 
-def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
+def draw_answers(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     """Draws held-out images with question, answer and truth into one PNG."""
     column_count = 4
     row_count = ceil(len(answered) / column_count)

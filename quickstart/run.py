@@ -28,7 +28,7 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
-from .results import ask_held_out, diagnose_once, draw_images, print_results, read_report
+from .results import ask_held_out, diagnose_once, draw_answers, print_results, read_report
 from .train import rows_of, stage, train_stage, write_data
 
 
@@ -167,7 +167,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with journal.step("reload"):
         questions = _shown_questions(settings.shown_per_kind)
         shown_answers, deviation = reload(model, questions)
-        draw_images(list(zip(questions, shown_answers, strict=True)), output / "images.png")
+        draw_answers(list(zip(questions, shown_answers, strict=True)), output / "images.png")
     baseline_folder = output / "baseline"
     baseline_model = None
     baseline_scores = None

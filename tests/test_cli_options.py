@@ -257,7 +257,7 @@ def test_the_gain_is_measured_at_the_commit_that_was_found(stopped_at, monkeypat
 
     module = import_module("normalign_llava.assembly.gain")
     monkeypatch.setattr(module, "embedding_statistics", statistics)
-    got = stopped_at("diagnose.critical.updates_of")
+    got = stopped_at("diagnose.critical.measure_model_updates")
     assert invoke("gain some/model --revision trial").exit_code == 0 and got == {}
     line = "gain some/model --revision trial --critical --trust-remote-code"
     assert invoke(line).stderr == "Error: so far\n"
@@ -293,7 +293,7 @@ def test_the_extra_that_a_command_needs_is_named(stopped_at, command, extra):
 
 
 def test_the_extra_that_a_comparison_needs_is_named(stopped_at):
-    stopped_at("evaluation.compare.read_arm", ModuleNotFoundError("No module named 'x'"))
+    stopped_at("evaluation.compare.read_scores", ModuleNotFoundError("No module named 'x'"))
     assert "'normalign-llava[evaluate] @" in invoke("compare a b").stderr
 
 
@@ -438,10 +438,10 @@ def test_models_are_compared_in_their_order_and_the_result_is_stored(
     returning, monkeypatch, tmp_path
 ):
     compare = import_module("normalign_llava.evaluation.compare")
-    monkeypatch.setattr(compare, "read_arm", lambda argument: f"arm {argument}")
+    monkeypatch.setattr(compare, "read_scores", lambda argument: f"arm {argument}")
     row = compare.Difference("pope", "b", "a", 9, 0.5, 0.25, (0.1, 0.2), None, None)
     told = SimpleNamespace(differences=[row], left_out=lambda: ["Left out: gqa."])
-    calls = returning("evaluation.compare.compare_arms", told)
+    calls = returning("evaluation.compare.compare_models", told)
     result = invoke(f"compare a b=c,d --output {tmp_path}/x", columns=12)
     assert calls == [(["arm a", "arm b=c,d"],)] and result.exit_code == 0
     assert result.stdout.endswith(f"\nLeft out: gqa.\nWritten to {tmp_path}/x.\n")

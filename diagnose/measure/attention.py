@@ -20,9 +20,11 @@ def attention_maps(
 ) -> Attention:
     """Measures attention from the text after an image to the image, by layer.
 
-    It is a mean over heads and over the text tokens after the last visual one. Left out are layers
-    without an attention map (linear attention), with NaN in it, or whose mask hides a part of the
-    image from that text (a sliding window, chunks). One layer's map has `heads * tokens^2` numbers.
+    It is a mean over heads and over the text tokens after the last visual one. A layer is left out
+    if it has no attention map (linear attention), if its map has NaN, or if its mask hides a part
+    of the image from that text (a sliding window, chunks).
+
+    Only one layer's map is in memory at a time. It has `heads * tokens^2` numbers.
 
     Args:
         model: A vision-language model of transformers, also with adapters.
@@ -31,8 +33,8 @@ def attention_maps(
         special_ids: Ids of special tokens, in addition to those in the configuration.
 
     Raises:
-        ValueError: The batch has several sequences, no text comes after an image, or no layer has a
-            map that reaches the whole image.
+        ValueError: The model cannot be read, the batch has several sequences, no text comes after
+            an image, or no layer has a map that reaches the whole image.
     """
     parts = find_parts(model)
     config = parts.model.config
@@ -43,10 +45,10 @@ def attention_maps(
     kind_masks = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
     visual_positions = kind_masks[KINDS.index("visual")].nonzero().flatten()
     text_positions = kind_masks[KINDS.index("text")].nonzero().flatten()
-    asking_positions = text_positions[:0]
+    asking_positions = text_positions
     if len(visual_positions):
         asking_positions = text_positions[text_positions > visual_positions.max()]
-    if not len(asking_positions):
+    if not len(visual_positions) or not len(asking_positions):
         raise ValueError("No text comes after an image. Put the question after it.")
     received = _attention_to_image(parts, inputs, asking_positions, visual_positions)
     if not received:
@@ -79,13 +81,13 @@ def attention_maps(
 def _attention_to_image(
     parts: Parts, inputs: Mapping[str, Any], text: Tensor, image: Tensor
 ) -> dict[int, Tensor]:
-    """Mean attention from the positions `text` to each of the positions `image`, by layer from 1.
+    """Returns mean attention from the positions `text` to each of the positions `image`.
 
-    Layers whose map cannot be used are left out.
+    Its keys are numbers of layers, from 1. Layers whose map cannot be used are left out.
     """
-    received: dict[int, Tensor] = {}
+    received = {}
 
-    def reduce(
+    def keep_mean(
         layer_number: int, module: nn.Module, args: tuple, kwargs: dict, output: tuple
     ) -> Any:
         states, attention, *rest = output
@@ -96,7 +98,7 @@ def _attention_to_image(
             image_attention = mean_attention[image].cpu().double()
             if image_attention.sum() > 0:  # not NaN
                 received[layer_number] = image_attention
-        return states, None, *rest  # without the map, which the layer would keep in memory
+        return states, None, *rest  # the layer would keep the map in memory
 
     # Through the decoder: families name its configuration within the model's differently.
     decoder = parts.decoder
@@ -107,7 +109,7 @@ def _attention_to_image(
         for layer_number, layer in enumerate(decoder.layers, start=1):
             attention_module = dict(layer.named_children()).get("self_attn")
             if attention_module is not None:
-                forward_hook = partial(reduce, layer_number)
+                forward_hook = partial(keep_mean, layer_number)
                 handle = attention_module.register_forward_hook(forward_hook, with_kwargs=True)
                 hooks.enter_context(handle)
         parts.inner(**inputs, use_cache=False)
@@ -115,7 +117,13 @@ def _attention_to_image(
 
 
 def sees_all(mask: Tensor | None, text: Tensor, image: Tensor) -> bool:
-    """Whether an additive mask, `(1, 1, tokens, tokens)`, hides nothing of `image` from `text`."""
+    """Returns whether a mask hides nothing of `image` from `text`. It is added to attention scores.
+
+    Args:
+        mask: The mask, `(1, 1, tokens, tokens)`, or None.
+        text: Positions of the text.
+        image: Positions of the image.
+    """
     if mask is None:
         return True
     lowest = mask[0, 0, text][:, image].min()
@@ -123,9 +131,10 @@ def sees_all(mask: Tensor | None, text: Tensor, image: Tensor) -> bool:
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
-    """Rows and columns of an image's visual tokens, by the ratio of its height to its width.
+    """Returns rows and columns of an image's visual tokens, by the ratio of height to width.
 
-    None for several images or tiles, or if some tokens have no place (class token, newline rows).
+    Returns None for several images or tiles, or if some tokens have no place in the image (class
+    token, newline rows).
     """
     patches = inputs.get("image_grid_thw")
     pixels = inputs.get("pixel_values")
@@ -147,9 +156,9 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
 
 
 def relative_entropy(shares: Tensor) -> float:
-    """Entropy of shares that sum to 1, of any shape, over the entropy of even shares.
+    """Returns the entropy of shares over the entropy of even shares. It is 1 for a single share.
 
-    It is 1 for a single share.
+    The shares sum to 1 and may have any shape.
     """
     entropy_if_even = math.log(shares.numel())
     if not entropy_if_even:
@@ -158,7 +167,10 @@ def relative_entropy(shares: Tensor) -> float:
 
 
 def bottom_bias(shares: Tensor) -> float:
-    """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: even is 1."""
+    """Returns the sum of shares in the bottom third of an image, over 1/3. Even shares have 1.
+
+    The shares `(rows, columns)` sum to 1.
+    """
     row_count = len(shares)
     bottom_edges = torch.arange(1, row_count + 1, dtype=shares.dtype)
     rows_within = bottom_edges - 2 * row_count / 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm, rotation and updates of tokens in depth, measured as a decoder runs (figures 1b to 4)."""
+"""Norm, rotation and updates of tokens by layer, measured as a decoder runs (figures 1b to 4)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,8 +20,6 @@ QUANTITIES = ("norm", "rotation", "update_norm", "update_angle", "log_norm", "lo
 NORM = QUANTITIES.index("norm")
 ROTATION = QUANTITIES.index("rotation")
 
-State = tuple[Tensor, Tensor]  # vectors (batch * tokens, d), and their norms
-
 
 def widest(device: torch.device) -> torch.dtype:
     """Returns the widest float that `device` has: float64, except on Apple's GPUs."""
@@ -29,20 +27,21 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 class RunningMoments:
-    """Running moments of values by group (Chan, Golub and LeVeque's update), in the widest float.
+    """Running mean and deviation of values by group, in the widest float.
 
-    They stay on the device until they are asked for: a copy would have to wait for the GPU.
+    Uses the update of Chan, Golub and LeVeque. The state stays on the device until it is asked for:
+    a copy would have to wait for the GPU.
     """
 
     def __init__(self):
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, squared deviations
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Adds values, and returns only their own means by group.
+        """Adds values, and returns the means by group of only these values.
 
         Args:
             values: Values `(..., n)`. They may be NaN where no group has them.
-            masks: Boolean masks `(groups, ..., n)` of the groups; by default, there is one group.
+            masks: Boolean masks `(groups, ..., n)` of the groups. By default, there is one group.
 
         Returns:
             The means by group, `(groups, ...)`, NaN for a group without values.
@@ -61,8 +60,9 @@ class RunningMoments:
     def _combine(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
         """Combines the state with count, mean and squared deviations of new values."""
         if self._state is not None:
-            state = (moments.to(count.device) for moments in self._state)
-            previous_count, previous_mean, previous_squares = state
+            previous_count, previous_mean, previous_squares = (
+                moments.to(count.device) for moments in self._state
+            )
             total_count = (previous_count + count).clamp(min=1)
             distance = mean - previous_mean
             squares_between = distance.square() * previous_count * count / total_count
@@ -72,21 +72,18 @@ class RunningMoments:
         self._state = (count, mean, squares)
 
     def results(self) -> Tensor:
-        """Mean, standard deviation (NaN without values) and count by group, `(3, groups, ...)`."""
+        """Returns mean, standard deviation and count by group, `(3, groups, ...)`.
+
+        Mean and deviation of a group without values are NaN.
+        """
         assert self._state is not None
         count, mean, squares = (moments.cpu().double() for moments in self._state)
         std = (squares / count.clamp(min=1)).sqrt()
-        has_values = count > 0
-        return torch.stack(
-            [
-                torch.where(has_values, mean, math.nan),
-                torch.where(has_values, std, math.nan),
-                count,
-            ]
-        )
+        moments = torch.stack([mean, std]).where(count > 0, math.nan)
+        return torch.cat([moments, count[None]])
 
     def result(self) -> Moments | None:
-        """Moments of the only group; None without values."""
+        """Returns the moments of the only group, or None without values."""
         if self._state is None:
             return None
         mean, std, count = self.results().tolist()
@@ -111,18 +108,14 @@ def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     rotation = torch.atan2(update_across, output_along)  # eq. 8; updates may exceed the state
     update_angle = torch.atan2(update_across, update_along)
 
+    log_norm = input_norm.log()
+    log_update = update_norm.log()
+    measured = [input_norm, rotation, update_norm, update_angle, log_norm, log_update]
+
     always = torch.ones_like(input_norm, dtype=torch.bool)
     has_state = input_norm > 0
     has_update = update_norm > 0
     has_output = torch.hypot(update_across, output_along) > 0
-    measured = [
-        input_norm,
-        rotation,
-        update_norm,
-        update_angle,
-        input_norm.log(),
-        update_norm.log(),
-    ]
     defined = [
         always,
         has_state & has_output,
@@ -136,15 +129,24 @@ def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _ForwardPass:
-    """A forward pass, as far as the decoder has run."""
+    """A forward pass, as far as the decoder has run.
 
-    masks: Tensor  # of each kind, (kinds, batch * tokens)
-    last_state: State | None = None  # the input of the last layer that has run
-    rotations: list[Tensor] = field(default_factory=list)  # by layer, the mean of each kind
+    Attributes:
+        masks: Mask of each kind of token, `(kinds, batch * tokens)`.
+        last_input: Input of the last layer that has run, `(batch * tokens, d)`.
+        rotations: For each layer that has run, the mean rotation of each kind, `(kinds,)`.
+    """
+
+    masks: Tensor
+    last_input: Tensor | None = None
+    rotations: list[Tensor] = field(default_factory=list)
 
 
 class DepthProbe:
-    """Hooks on layers and the final norm. They keep running moments and a single state."""
+    """Measures tokens in each layer by hooks on the layers and the final norm.
+
+    It keeps running moments, and the state of only one layer.
+    """
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module | None = None):
         self._layers = layers
@@ -158,10 +160,11 @@ class DepthProbe:
 
     @contextmanager
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
-        """Measures every forward pass within.
+        """Measures every forward pass within the block.
 
-        `masks` returns a mask for each kind, `(kinds, batch * tokens)`. It is called once the
-        decoder runs, since the places of newlines are not known earlier.
+        Args:
+            masks: Returns a mask for each kind of token, `(kinds, batch * tokens)`. It is called
+                when the decoder begins to run: only then the places of newlines are known.
         """
 
         def begin(layer: nn.Module, args: tuple) -> None:
@@ -181,19 +184,21 @@ class DepthProbe:
     def result(self) -> Depth:
         """Returns the curves of all quantities, and the asymmetry.
 
-        Raises ValueError for states that are NaN or infinite, or zero for all visual or all text
-        tokens.
+        Raises ValueError if states are NaN or infinite, or zero for all visual or all text tokens.
         """
         measured = self._results()
         curves: dict[str, dict[str, Curve]] = {name: {} for name in measured}
         for kind_index, kind in enumerate(KINDS):
             norm = measured["norm"][..., kind_index]
+            if norm[0, 2] == 0:  # the kind does not occur
+                continue
             log_norm = measured["log_norm"][..., kind_index]
-            if _has_directions(kind, norm, log_norm):
+            _check_states(kind, norm, log_norm)
+            if log_norm[:, 2].all():  # otherwise a padding token's row may be all zero
                 for quantity, moments in measured.items():
                     mean, std, _ = moments[..., kind_index].T.tolist()
                     curves[quantity][kind] = Curve(mean, std)
-        final_norm: dict[str, Moments] = {}
+        final_norm = {}
         if self._final_norm is not None:
             final_norm = _by_kind(self._normalized.results())
         ratio_moments = self._rotation_ratios.result()
@@ -208,11 +213,11 @@ class DepthProbe:
         )
 
     def norm_received(self) -> dict[str, Moments]:
-        """Norms of the first layer's input by kind."""
+        """Returns the norms of the first layer's input by kind."""
         return _by_kind(self._steps[0].results()[..., NORM])
 
     def _results(self) -> dict[str, Tensor]:
-        """Moments of each quantity, `(layers or states, 3, kinds)`."""
+        """Returns the moments of each quantity, `(layers or states, 3, kinds)`."""
         by_layer = torch.stack([moments.results() for moments in self._steps])
         measured = dict(zip(QUANTITIES, by_layer.unbind(-1), strict=True))
         last_norms = self._last_state.results().unbind(-1)
@@ -231,26 +236,24 @@ class DepthProbe:
         after = _rows(layer_output, layer_output.device)
         masks = self._pass.masks.to(after.device)
         measured, defined = quantities(before, after)
-        masks_of_defined = masks.unsqueeze(1) & defined
-        means_by_kind = self._steps[layer_index].add(measured, masks_of_defined)
+        means_by_kind = self._steps[layer_index].add(measured, masks.unsqueeze(1) & defined)
         self._pass.rotations.append(means_by_kind[:, ROTATION])
-        state = (before, measured[NORM])
-        if self._pass.last_state is not None:
-            self._add_cosine(layer_index - 1, masks, self._pass.last_state, state)
-        self._pass.last_state = state
+        if self._pass.last_input is not None:
+            self._add_cosine(layer_index - 1, masks, self._pass.last_input, before)
+        self._pass.last_input = before
         if layer_index == len(self._layers) - 1:
-            output_norm = after.norm(dim=-1)
-            self._add_cosine(layer_index, masks, state, (after, output_norm))
-            self._add_last_norm(output_norm, masks)
+            self._add_cosine(layer_index, masks, before, after)
+            self._add_last_norm(after.norm(dim=-1), masks)
             self._add_rotation_ratio(self._pass.rotations, after.device)
 
-    def _add_cosine(self, layer_index: int, masks: Tensor, state: State, next_state: State) -> None:
+    def _add_cosine(
+        self, layer_index: int, masks: Tensor, state: Tensor, next_state: Tensor
+    ) -> None:
         """Adds the cosine between the input of a layer and the input of the next one."""
-        vectors, norm = (tensor.to(masks.device) for tensor in state)
-        next_vectors, next_norm = next_state
-        cosine = torch.linalg.vecdot(vectors, next_vectors) / (norm * next_norm)
-        is_defined = (norm > 0) & (next_norm > 0)
-        self._cosines[layer_index].add(cosine, masks & is_defined)
+        state = state.to(masks.device)
+        norms = state.norm(dim=-1) * next_state.norm(dim=-1)
+        cosine = torch.linalg.vecdot(state, next_state) / norms
+        self._cosines[layer_index].add(cosine, masks & (norms > 0))
 
     def _add_last_norm(self, norm: Tensor, masks: Tensor) -> None:
         """Adds the norms of the last layer's output, and their logarithms."""
@@ -261,12 +264,9 @@ class DepthProbe:
 
     def _add_rotation_ratio(self, rotations: list[Tensor], device: torch.device) -> None:
         """Adds the pass' rotation of visual tokens over text's, without the last layer."""
-        earlier_rotations = [rotation.to(device) for rotation in rotations[:-1]]
-        if earlier_rotations:
-            total_rotation = torch.stack(earlier_rotations).sum(0)
-            visual_rotation = total_rotation[KINDS.index("visual")]
-            text_rotation = total_rotation[KINDS.index("text")]
-            ratio = (visual_rotation / text_rotation).view(1)
+        if len(rotations) > 1:
+            total = torch.stack([rotation.to(device) for rotation in rotations[:-1]]).sum(0)
+            ratio = (total[KINDS.index("visual")] / total[KINDS.index("text")]).view(1)
             self._rotation_ratios.add(ratio, ratio.isfinite())
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
@@ -282,33 +282,30 @@ def _rows(states: Tensor, device: torch.device) -> Tensor:
     return flat_states.to(device, widest(device))
 
 
-def _has_directions(kind: str, norm: Tensor, log_norm: Tensor) -> bool:
-    """Whether tokens of a kind occur and have a direction in every state.
+def _check_states(kind: str, norm: Tensor, log_norm: Tensor) -> None:
+    """Raises ValueError for a state that is NaN, infinite, or without directions.
 
-    `norm` and `log_norm` are moments `(states, 3)`. Raises ValueError for a state that is NaN or
-    infinite, or in which all visual or all text tokens are zero.
+    It has no directions if all visual or all text tokens are zero. `norm` and `log_norm` are
+    moments `(states, 3)` of the tokens of a kind.
     """
-    if norm[0, 2] == 0:
-        return False
     for state in (~norm.isfinite().all(1)).nonzero():
         raise ValueError(
             f"The {kind} tokens are NaN or infinite in state {state.item()}. "
             "Load the model in bfloat16 or float32, and check its weights."
         )
-    zero_states = (log_norm[:, 2] == 0).nonzero()
-    if len(zero_states) and kind in ("visual", "text"):
-        raise ValueError(
-            f"All {kind} tokens are zero in state {zero_states[0].item()}, without a direction. "
-            "Check that the projector's weights were trained and loaded."
-        )
-    return not len(zero_states)  # a padding token's row may be all zero
+    for state in (log_norm[:, 2] == 0).nonzero():
+        if kind in ("visual", "text"):
+            raise ValueError(
+                f"All {kind} tokens are zero in state {state.item()}, without a direction. "
+                "Check that the projector's weights were trained and loaded."
+            )
 
 
 def _asymmetry(rotation: dict[str, Curve]) -> float | None:
     """Returns the rotation of visual tokens over the rotation of text, or None without both."""
     if "visual" not in rotation or "text" not in rotation:
         return None
-    # Without the last layer, which prepares the prediction rather than the next layer's input.
+    # Without the last layer: it prepares the prediction rather than the next layer's input.
     visual = sum(rotation["visual"].mean[:-1])
     text = sum(rotation["text"].mean[:-1])
     return visual / text if text else None
@@ -316,7 +313,7 @@ def _asymmetry(rotation: dict[str, Curve]) -> float | None:
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
     """Returns moments `(3, kinds)` by kind, for the kinds that occur."""
-    moments_by_kind: dict[str, Moments] = {}
+    moments_by_kind = {}
     for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True):
         if count:
             moments_by_kind[kind] = Moments(mean, std, int(count))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules of transformers' vision-language models that are measured, and the kinds of token.
 
-transformers has no convention for the projector's name; `PROJECTORS` has it by family.
+transformers has no convention for the projector's name, so `PROJECTORS` has it by family.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ PROJECTORS = {
     "lighton_ocr": "vision_projection",
     "ovis2": "visual_embeddings_table",
 }
-"""The projector's name in the base model, by `model_type`; by default `multi_modal_projector`."""
+"""The projector's name in the base model, by `model_type`, where not `multi_modal_projector`."""
 
 RESAMPLED = {"aria", "idefics2"}
 """Families (`model_type`) whose visual tokens are learned queries, without a place in the image."""
@@ -33,18 +33,27 @@ RESAMPLED = {"aria", "idefics2"}
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a vision-language model."""
+    """The modules of a vision-language model.
 
-    model: PreTrainedModel  # without adapters around it
-    inner: PreTrainedModel  # the base model, whose forward merges image features and text
-    decoder: Any  # the language model without its head; it has `layers` and `norm`
-    projector_name: str | None  # in `model`; None if not known for this family
+    Attributes:
+        model: The model without adapters around it.
+        inner: The base model. Its forward pass merges image features and text.
+        decoder: The language model without its head. It has `layers` and `norm`.
+        projector_name: Name of the projector in `model`, if it is known for this family.
+        projector: The projector.
+        norm: The norm at the end of the projector of this package's models.
+    """
+
+    model: PreTrainedModel
+    inner: PreTrainedModel
+    decoder: Any
+    projector_name: str | None
     projector: nn.Module | None
-    norm: nn.Module | None  # at the end of the projector of this package's models
+    norm: nn.Module | None
 
 
 def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
-    """Returns a language model's layers, whatever their name."""
+    """Returns a language model's layers, whatever their name. Raises ValueError without any."""
     count = decoder.config.get_text_config().num_hidden_layers
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -55,7 +64,7 @@ def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
 def find_parts(model: nn.Module) -> Parts:
     """Finds the parts of `model`, with or without PEFT adapters.
 
-    Raises ValueError if it lacks some, or if its tokens cannot be told apart.
+    Raises ValueError if it lacks some, or if its kinds of token cannot be distinguished.
     """
     if not isinstance(model, PreTrainedModel):
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
@@ -63,7 +72,7 @@ def find_parts(model: nn.Module) -> Parts:
         return find_parts(model.get_base_model())  # type: ignore[operator]
     family = model.config.model_type
     if family == "hunyuan_vl":
-        raise ValueError("HunYuan-VL's visual tokens cannot be told from learned rows among them.")
+        raise ValueError("HunYuan-VL's visual tokens and learned rows cannot be distinguished.")
     inner = model.base_model
     decoder = model.get_decoder()
     is_multimodal = (
@@ -74,47 +83,41 @@ def find_parts(model: nn.Module) -> Parts:
     has_layers = isinstance(getattr(decoder, "layers", None), nn.ModuleList)
     if not is_multimodal or not has_layers or getattr(decoder, "norm", None) is None:
         raise ValueError(
-            f"{type(model).__name__} ({family}) cannot be read: no language model alone can, and "
-            "none with cross-attention. It needs config.image_token_id, get_image_features, and "
+            f"{type(model).__name__} ({family}) cannot be read. It must be a vision-language model "
+            "without cross-attention, with config.image_token_id, get_image_features, and "
             "get_decoder() with layers and norm."
         )
     projector_name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(projector_name)
-    projector_path = None
-    if projector is not None:
-        projector_path = projector_name
-        if inner is not model:
-            projector_path = f"{model.base_model_prefix}.{projector_name}"
+    paths = [path for path, module in model.named_modules() if module is projector]
     projector_norm = None
     if family == "normalign_llava" and model.config.projector_norm != "none":
         projector_norm = inner.multi_modal_projector.norm
+    projector_path = paths[0] if paths else None
     return Parts(model, inner, decoder, projector_path, projector, projector_norm)
 
 
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
-    """Ids in a configuration of starts and ends of vision and of a sequence, and of padding."""
-    candidates: list[Any] = []
-    for part_config in (config, config.get_text_config()):
-        for setting, value in part_config.to_dict().items():
-            if setting.endswith(("_token_id", "_token_ids", "_token_index")):
-                candidates += value if isinstance(value, list) else [value]
+    """Returns a configuration's ids of padding, and of starts and ends of images and sequences."""
+    candidates = []
+    for setting, value in [*config.to_dict().items(), *config.get_text_config().to_dict().items()]:
+        if setting.endswith(("_token_id", "_token_ids", "_token_index")):
+            candidates += value if isinstance(value, list) else [value]
     token_ids = {candidate for candidate in candidates if type(candidate) is int}
     return token_ids - {config.image_token_id}
 
 
 def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Ids of a tokenizer's special tokens, including those added later."""
+    """Returns the ids of a tokenizer's special tokens, with those that were added later."""
     if tokenizer is None:
         return set()
-    token_ids = set(tokenizer.all_special_ids)
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        if token.special:
-            token_ids.add(token_id)
-    return token_ids
+    added_tokens = tokenizer.added_tokens_decoder.items()
+    special_ids = {token_id for token_id, token in added_tokens if token.special}
+    return special_ids.union(tokenizer.all_special_ids)
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, image_id: int) -> dict[str, Tensor]:
-    """Masks `(batch, tokens)` of `"visual"` tokens, and of `"text"`: all others except padding."""
+    """Returns masks `(batch, tokens)` of `"visual"` tokens, and of `"text"`: others but padding."""
     is_image = ids == image_id
     is_attended = torch.ones_like(is_image)
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -125,12 +128,12 @@ def token_positions(ids: Tensor, attention_mask: Tensor | None, image_id: int) -
 def token_kinds(
     inputs: Mapping, config: PreTrainedConfig, special: set[int], newline: Tensor | None = None
 ) -> Tensor:
-    """Returns a mask for each kind of token, in the order of `report.KINDS`; padding is in none.
+    """Returns a mask for each kind of token, in the order of `report.KINDS`. Padding is in none.
 
     Args:
         inputs: Model inputs with `input_ids`, `(batch, tokens)`.
         special: Ids of special tokens.
-        newline: Which of the image tokens, in order, are learned newlines; none by default.
+        newline: Which of the image tokens, in order, are learned newlines. By default, none.
 
     Returns:
         Boolean masks, `(kinds, batch * tokens)`.
@@ -142,8 +145,9 @@ def token_kinds(
     is_newline = torch.zeros_like(is_image)
     if newline is not None:
         is_newline[ids == config.image_token_id] = newline.to(ids.device)
-    is_indicator = _is_among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
-    is_special = _is_among(ids, special) & ~is_indicator
+    indicator_ids = getattr(config, "visual_indicator_token_ids", None) or []
+    is_indicator = torch.isin(ids, ids.new_tensor(indicator_ids))
+    is_special = torch.isin(ids, ids.new_tensor(sorted(special))) & ~is_indicator
     kind_masks = {
         "visual": is_image & ~is_newline,
         "text": is_text & ~is_indicator & ~is_special,
@@ -152,8 +156,3 @@ def token_kinds(
         "indicator": is_text & is_indicator,
     }
     return torch.stack([mask.flatten() for mask in kind_masks.values()])
-
-
-def _is_among(ids: Tensor, token_ids: Iterable[int]) -> Tensor:
-    wanted_ids = torch.tensor(sorted(token_ids), dtype=ids.dtype, device=ids.device)
-    return torch.isin(ids, wanted_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L2 norms on the way into the language model (tables 1 to 3), of embeddings (6 to 8), gain (5)."""
+"""L2 norms at the interface (tables 1 to 3), of the gain (5) and of embeddings (6 to 8)."""
 
 import math
 from collections import defaultdict
@@ -21,13 +21,18 @@ from .families import Parts
 
 
 class InterfaceProbe:
-    """Hooks on encoder and projector. They keep running moments of the norms of rows."""
+    """Measures norms at the interface by hooks on encoder and projector.
+
+    Attributes:
+        newline: Which image tokens of the last pass are learned newlines, `(tokens,)`, or None if
+            the model has no newlines.
+    """
 
     def __init__(self, parts: Parts):
         self._parts = parts
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
-        self.newline: Tensor | None = None  # whether image tokens of the last pass are newlines
+        self.newline: Tensor | None = None
 
     @property
     def _visual_table(self) -> nn.Embedding | None:
@@ -37,7 +42,7 @@ class InterfaceProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Measures a forward pass within."""
+        """Measures a forward pass within the block."""
         self.newline = None
         inner = self._parts.inner
         get_image_features = inner.get_image_features  # a method, so hooks do not see its output
@@ -48,15 +53,13 @@ class InterfaceProbe:
             return output
 
         with ExitStack() as hooks:
-            if self._parts.projector is not None:
-                hook_handle = self._parts.projector.register_forward_hook(
-                    self._at_projector,
-                    with_kwargs=True,
-                )
-                hooks.enter_context(hook_handle)
+            projector = self._parts.projector
+            if projector is not None:
+                handle = projector.register_forward_hook(self._at_projector, with_kwargs=True)
+                hooks.enter_context(handle)
             if self._parts.norm is not None:
-                hook_handle = self._parts.norm.register_forward_pre_hook(self._at_norm)
-                hooks.enter_context(hook_handle)
+                handle = self._parts.norm.register_forward_pre_hook(self._at_norm)
+                hooks.enter_context(handle)
             hooks.callback(delattr, inner, "get_image_features")
             inner.get_image_features = get_and_measure
             yield
@@ -72,8 +75,7 @@ class InterfaceProbe:
         visual = received.get("visual")
         text = received.get("text")
         scale = _scale(text, stages.get("text_raw"), config)
-        is_counted = counted_rows(self._row_norms, config.image_token_id)
-        stored_norms = self._row_norms[is_counted]
+        stored_norms = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
         vocabulary = None if scale is None else _moments(scale * stored_norms)
         if self._visual_table is not None:
             table_norms = row_norms(self._visual_table)
@@ -95,47 +97,45 @@ class InterfaceProbe:
         if rows is not None:
             if rows.dim() == 4:  # a convolutional encoder's (images, d, height, width)
                 rows = rows.flatten(2).mT
-            self.add("encoder_output", rows)
+            self._add("encoder_output", rows)
         self.newline = self._find_newlines(output.pooler_output)
 
     def _find_newlines(self, image_features: Any) -> Tensor | None:
-        """Tells which of the image tokens are learned newlines; None if the model has none.
+        """Returns which image tokens are learned newlines, or None if the model has none.
 
-        `image_features` are the features of each image, `(..., d)`. Newlines are among them, and
-        are parameters of the base model.
+        `image_features` are the features of each image, `(..., d)`. A newline is one of the base
+        model's own parameters.
         """
-        is_newline = None
+        matches = []
         for parameter in self._parts.inner.parameters(recurse=False):
             if parameter.dim() == 1:
                 tokens = torch.cat([features.flatten(0, -2) for features in image_features])
                 if len(parameter) == tokens.shape[-1]:
-                    is_equal = (tokens == parameter.to(tokens)).all(-1)
-                    is_newline = is_equal if is_newline is None else is_newline | is_equal
-        return is_newline
+                    matches.append((tokens == parameter.to(tokens)).all(-1))
+        return torch.stack(matches).any(0) if matches else None
 
     def _at_projector(self, projector: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
         if not features.is_floating_point():  # Ovis reads its indicators from the same table
             return
         if self._visual_table is None:
-            self.add("projector_input", features)
-        self.add("projector_output", output)
+            self._add("projector_input", features)
+        self._add("projector_output", output)
 
     def _at_norm(self, norm: nn.Module, args: tuple) -> None:
-        self.add("norm_input", args[0])
+        self._add("norm_input", args[0])
 
-    def add(self, name: str, rows: Tensor) -> None:
+    def _add(self, stage: str, rows: Tensor) -> None:
         """Adds the norms of rows `(..., d)` at a stage."""
-        wide_rows = rows.to(widest(rows.device))
-        norms = wide_rows.norm(dim=-1)
-        self._moments[name].add(norms.flatten())
+        norms = rows.to(widest(rows.device)).norm(dim=-1)
+        self._moments[stage].add(norms.flatten())
 
 
 def _scale(text: Moments | None, stored: Moments | None, config: PreTrainedConfig) -> float | None:
     """Returns the factor between the norms of text tokens as received and as stored.
 
-    Without text, it is taken from the configuration. None if more than a factor changes the rows:
-    then the deviation does not scale with the mean.
+    Without text, it is taken from the configuration. Returns None if rows are not just multiplied
+    by a factor: the deviation then does not scale with the mean.
     """
     if text is None or stored is None or not stored.mean:
         return math.prod(embedding_scales(config.get_text_config()))
@@ -145,20 +145,21 @@ def _scale(text: Moments | None, stored: Moments | None, config: PreTrainedConfi
 
 
 def _ratio(norms: Moments | None, reference: Moments | None) -> float | None:
-    """Returns the ratio of the means; None if one is missing or the reference is zero."""
+    """Returns the ratio of the means, or None if one is missing or the reference is zero."""
     if norms is None or reference is None or not reference.mean:
         return None
     return norms.mean / reference.mean
 
 
 def _moments(norms: Tensor) -> Moments:
-    mean = norms.mean().item()
-    std = norms.std(correction=0).item()
-    return Moments(mean, std, len(norms))
+    return Moments(norms.mean().item(), norms.std(correction=0).item(), len(norms))
 
 
 def row_norms(embeddings: nn.Module) -> Tensor:
-    """L2 norms of the rows of an embedding matrix, which may be offloaded, `(V,)`, float64."""
+    """Returns the L2 norms of the rows of an embedding matrix, `(V,)`, float64.
+
+    The matrix may be offloaded.
+    """
     with align_module_device(embeddings):
         return embedding_row_norms(embeddings.weight)  # type: ignore[arg-type]
 
@@ -166,25 +167,27 @@ def row_norms(embeddings: nn.Module) -> Tensor:
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: Any = None, *, name: str
 ) -> EmbeddingStatistics:
-    """Statistics of the embedding matrix of a model in memory, without the image token's row.
+    """Returns statistics of the embedding matrix of a loaded model, without the image token's row.
 
     The matrix may be offloaded.
     """
-    config = model.config
-    width = config.get_text_config().hidden_size
     norms = row_norms(model.get_input_embeddings())
-    return statistics_of(name, "", norms, width, config, tokenizer)
+    width = model.config.get_text_config().hidden_size
+    return statistics_of(name, "", norms, width, model.config, tokenizer)
 
 
 @torch.no_grad()
 def gain_of(model: PreTrainedModel) -> Gain | None:
-    """Size of gain and bias, or of PEFT's copies if it trains them; None without a norm."""
+    """Returns the size of gain and bias, or None for a model without the norm.
+
+    If PEFT trains copies of them, the copies are measured.
+    """
     config = model.config
     if config.model_type != NormAlignLlavaConfig.model_type or config.projector_norm == "none":
         return None
     projector_norm = model.base_model.multi_modal_projector.norm
-    initial_norm = config.text_embedding_norm or math.nan  # of the embeddings before training
-    initial_value = initial_gain(config, initial_norm)
+    # The norm of the embeddings before training.
+    initial_value = initial_gain(config, config.text_embedding_norm or math.nan)
     # Rounded as the gain is, so that a gain that never moved has distance 0.
     rounded_start = torch.tensor(initial_value, dtype=projector_norm.weight.dtype).double()
     bias_mean_abs = None

@@ -34,16 +34,17 @@ def probe(
         model: A vision-language model of transformers, also quantized, offloaded or with adapters.
         batches: Inputs of its forward pass: `input_ids` with image tokens expanded, `pixel_values`,
             `attention_mask` and whatever else the family needs. Labels are ignored.
-        tokenizer: The tokenizer or the processor, which names special tokens in addition to the
-            configuration.
-        name: Name of the model; by default, the last part of its folder or Hub id.
+        tokenizer: The tokenizer or the processor. Its special tokens are known then, and not only
+            the ones in the configuration.
+        name: Name of the model. By default, the last part of its folder or Hub id.
         data: Name of the data.
 
     Returns:
         The report, with `interface` and `depth` filled.
 
     Raises:
-        ValueError: The model cannot be read, no token is visual, or states are NaN or infinite.
+        ValueError: The model or a batch cannot be read, no token is visual, or states are NaN,
+            infinite or zero.
     """
     parts = find_parts(model)
     config = parts.model.config
@@ -58,8 +59,11 @@ def probe(
         interface.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
         token_counts += kind_masks.sum(-1).cpu()
         sample_count += len(inputs["input_ids"])
-    count_by_kind = dict(zip(KINDS, token_counts.tolist(), strict=True))
-    if not count_by_kind["visual"]:
+    tokens = {}
+    for kind, count in zip(KINDS, token_counts.tolist(), strict=True):
+        if count:
+            tokens[kind] = count
+    if "visual" not in tokens:
         raise ValueError(
             f"None of the {sample_count} sequences has a visual token (config.image_token_id, "
             f"{config.image_token_id}). Put it into the prompts, as the processor does."
@@ -73,7 +77,7 @@ def probe(
         projector=parts.projector_name,
         data=data,
         samples=sample_count,
-        tokens={kind: count for kind, count in count_by_kind.items() if count},
+        tokens=tokens,
         interface=interface_norms,
         depth=depth.result(),
         left_out=_left_out(parts, interface_norms),
@@ -88,7 +92,7 @@ def _measure_pass(
     interface: InterfaceProbe,
     depth: DepthProbe,
 ) -> Tensor:
-    """Measures a forward pass, and returns the masks of its kinds of token: [`token_kinds`]."""
+    """Measures a forward pass, and returns the masks of its kinds of token, see [`token_kinds`]."""
 
     def masks() -> Tensor:
         return token_kinds(inputs, parts.model.config, special, interface.newline)
@@ -115,14 +119,17 @@ def _left_out(parts: Parts, norms: Interface) -> list[str]:
         left_out.append(f"The projector, whose name in {family!r} is not known.")
     if norms.scale is None:
         left_out.append(
-            "N_text and what depends on it: text tokens' norms are not proportional to those of "
+            "N_text and what depends on it: norms of text tokens are not proportional to norms of "
             "their embedding rows, because of an adapter on these, or of position embeddings."
         )
     return left_out
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the batch without labels, on the model's device and in its precision."""
+    """Returns the batch without labels, on the model's device and in its precision.
+
+    Raises ValueError if it is not a batch with `input_ids`, or has video or sound.
+    """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise ValueError("A batch must be a mapping with input_ids. Give a list of batches.")
     inputs = {}

@@ -36,7 +36,9 @@ PART_OF_TYPE = {
 
 
 def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dataset]:
-    """Returns a function that checks a split, and opens its images as training does.
+    """Returns a function that checks a split, and makes it open its images as training does.
+
+    That function raises ValueError if columns are missing or have new values.
 
     Args:
         columns: Columns that a split must have.
@@ -50,9 +52,9 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
                 if value.strip().lower() not in values[column]:
                     changes.add(f"{column}={value}")
         if changes:
-            listed_changes = ", ".join(sorted(changes))
             raise ValueError(
-                f"The data set changed: missing columns or new values: {listed_changes}."
+                "The data set changed: missing columns or new values: "
+                f"{', '.join(sorted(changes))}."
             )
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
@@ -77,20 +79,16 @@ ocrbench = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
 
 def image(document: dict) -> list[Image.Image]:
     """Returns the image of a question in RGB, or none: ScienceQA has questions without one."""
-    if not document["image"]:
-        return []
-    return [document["image"].convert("RGB")]
+    return [document["image"].convert("RGB")] if document["image"] else []
 
 
 def text(document: dict) -> str:
-    """Returns the prompt of SEED-Bench-2-Plus, AI2D and ScienceQA; image and hint may be absent."""
+    """Returns the prompt of SEED-Bench-2-Plus, AI2D and ScienceQA. Some lack image or hint."""
     image_marker = "<image>" if document["image"] else ""
-    context_line = ""
+    context = ""
     if document.get("hint"):
-        context_line = f"Context: {document['hint']}\n"
-    return (
-        f"{image_marker}{context_line}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
-    )
+        context = f"Context: {document['hint']}\n"
+    return f"{image_marker}{context}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
 
 
 def mmbench_text(document: dict) -> str:
@@ -164,9 +162,7 @@ def mean_of_categories(rows: list[tuple[str, float]]) -> float:
 
 
 def _listed(document: dict) -> str:
-    return "\n".join(
-        f"{letter}. {option_text}" for letter, option_text in _options(document).items()
-    )
+    return "\n".join(f"{letter}. {text}" for letter, text in _options(document).items())
 
 
 def _options(document: dict) -> dict[str, str]:
@@ -184,7 +180,7 @@ def _options(document: dict) -> dict[str, str]:
 
 
 def _options_in_question(question: str) -> dict[str, str]:
-    """Returns the options that a question of MMStar lists at its end; "" for a missing one."""
+    """Returns the options that a question of MMStar lists at its end. A missing one has no text."""
     options = dict.fromkeys("ABCD", "")
     after_title = re.split(r"\b(?:Options|Choices):", question)[-1]
     for letter, option_text in OPTION.findall(after_title.strip()):
@@ -211,9 +207,9 @@ def pope_results(document: dict, answers: list[str]) -> dict:
 
 
 def precision(pairs: list[tuple[bool, bool]]) -> float:
-    """Returns the share of true ones among the answers "yes"; 0 without any.
+    """Returns the share of true ones among the answers "yes", or 0 without any.
 
-    The pairs are whether the answer is "yes", and whether that is true.
+    A pair says whether the answer is "yes", and whether that is true.
     """
     true_ones = [is_there for says_yes, is_there in pairs if says_yes]
     if not true_ones:
@@ -222,7 +218,7 @@ def precision(pairs: list[tuple[bool, bool]]) -> float:
 
 
 def f1(pairs: list[tuple[bool, bool]]) -> float:
-    """Returns the harmonic mean of precision and recall; 0 if both are 0."""
+    """Returns the harmonic mean of precision and recall, or 0 if both are 0."""
     true_positives = sum(says_yes and is_there for says_yes, is_there in pairs)
     if not true_positives:
         return 0.0
@@ -232,15 +228,13 @@ def f1(pairs: list[tuple[bool, bool]]) -> float:
 
 
 def ocrbench_results(document: dict, answers: list[str]) -> dict:
-    """Returns 1 if the answer contains an accepted one, else 0: for all, the part, and the mean."""
+    """Returns 1 if the answer contains an accepted one, else 0: for all questions and the part."""
     accepted = document["answer"]
     if isinstance(accepted, str):
         accepted = [accepted]
     is_latex = document["dataset"] == "HME100k"
     answer = _normalized(answers[0], is_latex)
-    right = float(
-        any(_normalized(accepted_answer, is_latex) in answer for accepted_answer in accepted)
-    )
+    right = float(any(_normalized(truth, is_latex) in answer for truth in accepted))
     part = PART_OF_TYPE[document["question_type"].strip().lower()]
     return {"total": right, part: right, "acc": right}
 

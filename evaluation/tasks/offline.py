@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline suite, from pinned archives: questions about easy-VQA's images and emoji; a text.
+"""The offline suite, from pinned archives: questions about easy-VQA and emoji, and a text.
 
-The first question of each wording is asked again with a white image, and holds the true answers
-to all so worded: `blank` is the accuracy of the answers to the white image over them all.
+The first question of each wording is asked again with a white image. `blank` is the accuracy of
+this answer, over all questions of the wording.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from datasets import Dataset, Image as ImageFeature
 from lm_eval.api.instance import Instance
@@ -23,7 +24,7 @@ BLANK = Image.new("RGB", (64, 64), "white")
 
 
 class OfflineTask(ConfigurableTask):
-    """A task that needs no data set of a hub, and may ask again with a white image."""
+    """A task without a data set on the Hub. It may ask a question again with a white image."""
 
     def __init__(self, config: dict) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
@@ -42,7 +43,7 @@ class OfflineTask(ConfigurableTask):
 
 
 def easy_vqa(**_: object) -> dict[str, Dataset]:
-    """Returns the quickstart's questions on easy-VQA's test images.
+    """Reads the quickstart's questions on easy-VQA's test images.
 
     100 ask for shape, 100 for colour, and 100 for yes or no, by turns.
     """
@@ -59,9 +60,9 @@ def easy_vqa(**_: object) -> dict[str, Dataset]:
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
-    """Returns 48 pictures of the 12 emoji, whose names are asked.
+    """Reads 48 pictures of the 12 emoji, and asks for their names.
 
-    They are not drawn by Google: its drawings are learned.
+    None is a drawing by Google: the quickstart trains on those.
     """
     return _test_split([(question, data.EMOJI, "") for question in data.emoji_by_others()])
 
@@ -69,30 +70,47 @@ def emoji(**_: object) -> dict[str, Dataset]:
 def _test_split(
     questions: Sequence[tuple[data.Question, Collection[str], str]],
 ) -> dict[str, Dataset]:
-    """Returns questions, their choices and category as split `test`.
-
-    The first question of a wording has in `blank` the true answers to all questions so worded.
-    """
-    answers_by_wording = defaultdict(list)
-    for question, _, category in questions:
-        truth = {"category": category, "answer": question.answer}
-        answers_by_wording[question.text].append(truth)
+    """Returns questions, with their choices and category, as split `test`."""
     documents = []
+    truths = []
     for question, choices, category in questions:
+        truths.append({"category": category, "answer": question.answer})
         document = {
             "image": {"bytes": data.png(question.shown()), "path": None},
             "question": question.text,
             "answer": question.answer,
             "category": category,
             "choices": choices,
-            "blank": answers_by_wording.pop(question.text, []),
         }
         documents.append(document)
+    documents = with_answers_for_blank(documents, "question", truths)
     return {"test": Dataset.from_list(documents).cast_column("image", ImageFeature())}
 
 
+def with_answers_for_blank(
+    documents: Sequence[dict], wording: str, truths: Sequence[Any]
+) -> list[dict]:
+    """Returns documents with `blank`, the true answers to all questions of the same wording.
+
+    Only the first document of a wording has them. It is asked with a white image for all.
+
+    Args:
+        documents: The questions.
+        wording: Key of a question's text.
+        truths: What `blank` says of the true answer to each question.
+    """
+    answers_by_wording = defaultdict(list)
+    for document, truth in zip(documents, truths, strict=True):
+        answers_by_wording[document[wording]].append(truth)
+    completed_documents = []
+    for document in documents:
+        answers = answers_by_wording.pop(document[wording], [])
+        completed_documents.append(document | {"blank": answers})
+    return completed_documents
+
+
 def passages(**_: object) -> dict[str, Dataset]:
-    """Returns 32 passages of 128 words of one speech."""
+    """Reads 32 passages of 128 words of one speech."""
     return {"test": Dataset.from_list([{"text": text} for text in data.passages(32, 128)])}
 
 
@@ -101,7 +119,7 @@ def results(document: dict, answers: list[str]) -> dict:
 
     Args:
         document: A question, see [`easy_vqa`].
-        answers: The answer with the image; then, if `blank` is not empty, with a white one.
+        answers: The answer with the image and, if `blank` is not empty, the one with a white image.
     """
     chosen = [named(answer, document["choices"]) for answer in answers]
     scores: dict = {
@@ -119,7 +137,7 @@ def results(document: dict, answers: list[str]) -> dict:
 
 
 def passage_results(document: dict, likelihoods: list[float]) -> dict:
-    """Returns bits per byte of a passage, by its log likelihood, and the weight of its words."""
+    """Returns a passage's bits per byte, and its log likelihood with its number of words."""
     (likelihood,) = likelihoods
     return {
         "bits_per_byte": -likelihood / len(document["text"].encode()) / math.log(2),
@@ -138,5 +156,5 @@ def blank(counts: list[list[int]]) -> float:
 
 
 def commonest(answers: list[str]) -> float:
-    """Returns the share of the commonest true answer: the accuracy of always giving it."""
+    """Returns the share of the commonest true answer, the accuracy of always giving it."""
     return max(Counter(answers).values()) / len(answers)

@@ -33,7 +33,7 @@ from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.prompts import answer_ends, stopping_at, unrecognized_ends
 from normalign_llava.cli import app
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.diagnose.load import resolve_model
+from normalign_llava.models import resolve_model
 
 
 pytestmark = pytest.mark.slow

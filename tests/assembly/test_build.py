@@ -37,8 +37,8 @@ from normalign_llava.checkpoint.notices import checkpoint_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.precision import torch_dtype
 from normalign_llava.diagnose.data import Sample, batches
-from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluation.engine import as_lm
+from normalign_llava.models import resolve_model
 
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer, Gemma2Config, GraniteConfig, 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.gain import embedding_statistics
 from normalign_llava.diagnose import critical
-from normalign_llava.diagnose.critical import Updates, measure_updates, updates_of
+from normalign_llava.diagnose.critical import Updates, measure_model_updates, measure_updates
 
 
 TEXTS = ("hello there, how are you", "the answer is no", "one")
@@ -84,7 +84,7 @@ def test_a_revision_and_trust_are_passed_on(monkeypatch):
     monkeypatch.setattr(critical, "resolve_model", resolve)
     monkeypatch.setattr(critical, "embedding_statistics", statistics)
     with pytest.raises(ValueError, match="so far"):
-        updates_of("bea/m", "trial")
+        measure_model_updates("bea/m", "trial")
     assert got == [
         ("bea/m", "trial", {"trust_remote_code": False}),
         ("there", {"top": 0, "revision": "c" * 40}),
@@ -114,7 +114,7 @@ def test_the_table_has_the_norms_at_two_shares_and_none_where_there_is_none():
 def test_an_adapter_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="is an adapter"):
-        updates_of(str(tmp_path))
+        measure_model_updates(str(tmp_path))
 
 
 @pytest.mark.parametrize("cls", [LlamaConfig, Gemma2Config, GraniteConfig])
@@ -155,7 +155,9 @@ def test_a_language_model_alone_and_in_a_vlm_measure_the_same(tmp_path):
     tokenizer.save_pretrained(tmp_path / "language")
     tiny_parts.vision(tmp_path / "vision")
     build_checkpoint(str(tmp_path / "vision"), str(tmp_path / "language"), tmp_path / "built")
-    alone, within = (updates_of(str(tmp_path / folder)) for folder in ("language", "built"))
+    alone, within = (
+        measure_model_updates(str(tmp_path / folder)) for folder in ("language", "built")
+    )
     assert alone.n_text == embedding_statistics(str(tmp_path / "language")).n_text
     assert within.n_text == pytest.approx(alone.n_text, rel=1e-6)
     assert within.sizes == pytest.approx(alone.sizes, rel=1e-5)

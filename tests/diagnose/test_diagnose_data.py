@@ -14,7 +14,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.forms import PROMPT
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
-from normalign_llava.diagnose.data import Sample, Samples, _shuffled, batches, load_samples
+from normalign_llava.diagnose.data import Sample, Samples, _read_shuffled, batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")
@@ -132,12 +132,13 @@ def test_data_are_called_by_their_file_and_split_and_half_a_character_is_a_quest
 
 
 @pytest.mark.parametrize(("streaming", "expected"), [(True, 3), (False, 8)])
-def test_of_a_stream_the_first_rows_are_shuffled(tmp_path, streaming, expected):
+def test_of_a_stream_the_first_rows_are_read_shuffled(tmp_path, streaming, expected):
     path = tmp_path / "rows.parquet"
     Dataset.from_dict({"number": list(range(8))}).to_parquet(str(path))
     source = open_source(DataSource.named(str(path)), streaming=streaming)
     orders = [
-        [raw["number"] for _, _, raw in _shuffled(source, 3, Random(seed))] for seed in range(4)
+        [raw["number"] for _, _, raw in _read_shuffled(source, 3, Random(seed))]
+        for seed in range(4)
     ]
     assert all(sorted(order) == list(range(expected)) for order in orders)
     assert len({tuple(order) for order in orders}) > 1

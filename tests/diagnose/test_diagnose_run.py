@@ -20,8 +20,8 @@ from normalign_llava.checkpoint.files import DYNAMICS
 from normalign_llava.cli import app
 from normalign_llava.diagnose import report, run
 from normalign_llava.diagnose.data import load_samples
-from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.diagnose.run import diagnose, read_dynamics
+from normalign_llava.models import resolve_model
 
 
 pytestmark = pytest.mark.slow
@@ -180,9 +180,8 @@ def test_where_a_diagnosis_is_written_and_how_its_models_are_opened(tmp_path, mo
 
 def measured(model, data, images, count=4, **loading):
     drawn = load_samples(str(data), count)
-    options = {"dtype": "auto", "load_in_4bit": False, **loading}
-    handle = resolve_model(str(model))
-    return run._measure(handle, "m", images, drawn=drawn, batch_size=2, **options)
+    options = run.DiagnosisOptions(str(model), batch_size=2, **loading)
+    return run._measure(resolve_model(str(model)), "m", images, options, drawn)
 
 
 def test_where_attention_fails_the_questions_before_are_kept(root, tmp_path, monkeypatch):

@@ -16,10 +16,10 @@ from normalign_llava.evaluation.answering import (
     AnswerStream,
     answers,
     decoding_greedily,
-    free_positions,
     greedy_config,
+    make_turn,
     model_inputs,
-    system_turn,
+    require_free_positions,
     user_turn,
 )
 
@@ -114,14 +114,14 @@ def test_without_a_chat_template_one_question_is_asked_also_without_an_image(che
     processor.chat_template = None
     inputs = model_inputs(processor, [[user_turn("a or b?")]])
     assert processor.decode(inputs["input_ids"][0]) == "a or b?" and "pixel_values" not in inputs
-    with pytest.raises(ValueError, match="one question, alone"):
-        model_inputs(processor, [[system_turn("Be brief."), user_turn("a or b?")]])
+    with pytest.raises(ValueError, match="takes only one question"):
+        model_inputs(processor, [[make_turn("system", "Be brief."), user_turn("a or b?")]])
 
 
 def test_a_text_with_the_image_token_is_refused_in_any_turn(asked):
     _, processor = asked
-    for turns in ([user_turn("<image>?")], [system_turn("<image>"), user_turn("a?")]):
-        with pytest.raises(ValueError, match="<image>, which stands for an image"):
+    for turns in ([user_turn("<image>?")], [make_turn("system", "<image>"), user_turn("a?")]):
+        with pytest.raises(ValueError, match="<image>. It stands for an image"):
             model_inputs(processor, [[user_turn("b?")], turns])
 
 
@@ -141,11 +141,11 @@ def test_a_processor_may_have_no_token_of_its_own_for_an_image(asked):
 def test_a_prompt_leaves_the_positions_after_it():
     text = LlamaConfig(max_position_embeddings=20)
     config = LlavaConfig(text_config=text)
-    assert free_positions(config, 19) == 1
+    assert require_free_positions(config, 19) == 1
     for tokens in (20, 21):
         with pytest.raises(ValueError, match=f"{tokens} tokens, and the model reads 20"):
-            free_positions(config, tokens)
-    assert free_positions(BloomConfig(), 21) is None  # of relative positions
+            require_free_positions(config, tokens)
+    assert require_free_positions(BloomConfig(), 21) is None  # of relative positions
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def test_answers_end_with_the_model_s_positions(asked):
 def test_a_model_without_a_limit_answers_as_long_as_it_may(asked, monkeypatch):
     model, processor = asked
     turns = [user_turn(QUESTION, [IMAGE])]
-    monkeypatch.setattr(answering, "free_positions", lambda config, tokens: None)
+    monkeypatch.setattr(answering, "require_free_positions", lambda config, tokens: None)
     with saying(model, processor, "A"):
         assert answers(model, processor, [turns], 3) == ["AAA"]
         stream = AnswerStream(model, processor, model_inputs(processor, [turns]), 3)

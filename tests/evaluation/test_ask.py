@@ -69,9 +69,12 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     (tmp_path / "broken.png").write_text("kite")
     (tmp_path / "noise.png").write_bytes(training.image(1))
     cases = {
-        (checkpoint, "kite.png"): "There is no file",
+        (checkpoint, "kite.png"): "does not exist",
         (checkpoint, "broken.png"): "broken.png cannot be used",
-        (checkpoint.parent / "language", "noise.png"): "is a language model without vision",
+        (
+            checkpoint.parent / "language",
+            "noise.png",
+        ): "is a language model. Give a vision-language",
     }
     for (model, image), reason in cases.items():
         result = ask(model, tmp_path / image)
@@ -79,7 +82,7 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     hidden = shutil.ignore_patterns("*.safetensors")
     without = shutil.copytree(checkpoint, tmp_path / "model", ignore=hidden)
     questions = {
-        "<image>\nWhat?": "has <image>, which",
+        "<image>\nWhat?": "has <image>. It",
         "what? " * 300: "the model reads 256.",
         " ": "empty",
     }
@@ -245,7 +248,7 @@ def test_words_are_images_or_the_question(images, tmp_path):
     assert read_words(["What is kite.png?"]) == ([], "What is kite.png?")
     assert read_words([str(folder), "What?"]) == ([folder], "What?")
     for words in ([first, "kit.png"], ["kit.png", "What?"], ["What?", first]):
-        with pytest.raises(ValueError, match="There is no file"):
+        with pytest.raises(ValueError, match="does not exist"):
             read_words(words)
 
 
@@ -294,4 +297,4 @@ def test_an_adapter_of_another_trainer_is_asked_with_the_remedy_of_the_message(
         done = CliRunner().invoke(app, [*command, "--base-quantization", "none"])
         assert done.exit_code == 0, done.output
     no_adapter = CliRunner().invoke(app, ["ask", str(telling), QUESTION, "--base", str(telling)])
-    assert "is no adapter" in no_adapter.stderr
+    assert "is not an adapter" in no_adapter.stderr

@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluation.compare import (
-    Arm,
     Comparison,
     Difference,
-    compare_arms,
+    ModelScores,
+    compare_models,
     mcnemar,
     over_questions,
     over_seeds,
-    read_arm,
+    read_scores,
 )
 from normalign_llava.evaluation.results import Evaluation, Metric
 
@@ -49,8 +49,8 @@ def test_two_models_over_the_same_questions(tmp_path):
     theirs = answers(0.5, 1)
     ours = answers(0.7, 2)
     folders = scored(tmp_path / "base", theirs), scored(tmp_path / "model", ours)
-    (difference,) = compare_arms([*map(read_arm, folders)]).differences
-    assert (difference.arm, difference.against, difference.questions) == ("model", "base", 200)
+    (difference,) = compare_models([*map(read_scores, folders)]).differences
+    assert (difference.model, difference.against, difference.questions) == ("model", "base", 200)
     value = np.mean(ours) - np.mean(theirs)
     assert difference.value == pytest.approx(value) and difference.over_seeds is None
     assert difference.mcnemar == mcnemar(np.array(ours), np.array(theirs))
@@ -73,7 +73,7 @@ def test_scores_of_questions_have_the_benchmarks_own_mean(tmp_path, metric, rows
     metrics = [Metric(name, float(np.mean(expected))), Metric("acc", 0.5)]
     samples = [{"metrics": [name, "acc"], name: row, "acc": row[1]} for row in rows]
     evaluated(tmp_path, "task", metrics, samples)
-    ((task, scores),) = read_arm(str(tmp_path)).runs[0].items()
+    ((task, scores),) = read_scores(str(tmp_path)).runs[0].items()
     assert task == f"task {name}" and list(scores.values()) == pytest.approx(expected)
 
 
@@ -83,12 +83,14 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path):
     settings["8"] = {"quantization": {"load_in_8bit": True}}
     for name in ("bfloat16", "float16"):
         settings[name] = {"quantization": nf4 | {"bnb_4bit_compute_dtype": name}}
-    arms = {name: read_arm(scored(tmp_path / name, [1], **how)) for name, how in settings.items()}
+    arms = {
+        name: read_scores(scored(tmp_path / name, [1], **how)) for name, how in settings.items()
+    }
     for alike in (("whole", "old"), ("bfloat16", "float16")):
-        assert len(compare_arms([arms[name] for name in alike]).differences) == 1
+        assert len(compare_models([arms[name] for name in alike]).differences) == 1
     for other in (("whole", "8"), ("whole", "float16"), ("8", "float16")):
         with pytest.raises(ValueError, match=r"No task is common .*pope acc.*pope acc.* quantized"):
-            compare_arms([arms[name] for name in other])
+            compare_models([arms[name] for name in other])
 
 
 def test_mcnemar_by_hand():
@@ -185,13 +187,19 @@ def test_what_alike_means_is_told_if_only_the_first_row_has_it(tmp_path):
     assert "'alike': all differ by the same" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize(("confidence", "named"), [(0.95, "95 %"), (0.995, "99.5 %")])
+def test_the_table_names_the_confidence_of_its_intervals(tmp_path, confidence, named):
+    models = [read_scores(scored(tmp_path / name, [1, 0])) for name in ("base", "ours")]
+    assert f", {named} intervals" in compare_models(models, confidence).renderable().caption
+
+
 def test_the_table_has_a_row_for_each_difference():
     kept = [
         Difference("pope acc", "ours", "base", 1200, 0.75, 0.5, (0.1, 0.4), None, 0.03),
         Difference("one", "ours", "base", 1, 0.5, 0.75, None, (-0.3, -0.2), None, True),
         Difference("same", "ours", "base", 5, 1.0, 0.5, None, None, None, True),
     ]
-    table = Comparison([Arm("base", []), Arm("ours", [])], kept).renderable()
+    table = Comparison([ModelScores("base", []), ModelScores("ours", [])], kept).renderable()
     titles = ["task", "model", "n", "score", "base", "difference", "over questions", "over seeds"]
     assert [column.header for column in table.columns] == [*titles, "p"]
     assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
@@ -205,11 +213,11 @@ def test_intervals_are_the_same_again_and_wider_at_more_confidence(tmp_path):
     arms = []
     for name, share in (("none", 0.5), ("gwc", 0.6)):
         folders = [scored(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
-        arms.append(read_arm(f"{name}={','.join(folders)}"))
+        arms.append(read_scores(f"{name}={','.join(folders)}"))
     ends = {}
     for confidence in (0.5, 0.95, 0.99):
-        (row,) = compare_arms(arms, confidence).differences
-        (again,) = compare_arms(arms, confidence).differences
+        (row,) = compare_models(arms, confidence).differences
+        (again,) = compare_models(arms, confidence).differences
         assert row == again and row.several_runs
         ends[confidence] = [row.over_questions, row.over_seeds]
     for low, middle, high in zip(*ends.values(), strict=True):
@@ -221,22 +229,22 @@ def test_one_run_against_several_has_no_p_value_and_no_interval_over_seeds(tmp_p
     ours = f"ours={','.join(folders)}"
     base = scored(tmp_path / "base", answers(0.5, 9))
     for arms in ([base, ours], [ours, base]):
-        (row,) = compare_arms([*map(read_arm, arms)]).differences
+        (row,) = compare_models([*map(read_scores, arms)]).differences
         assert row.mcnemar is row.over_seeds is None and not row.several_runs
 
 
 def test_scores_that_are_not_right_or_wrong_have_no_p_value(tmp_path):
     folders = [scored(tmp_path / "base", [0, 1, 1]), scored(tmp_path / "ours", [0.5, 1, 1])]
-    arms = [*map(read_arm, folders)]
+    arms = [*map(read_scores, folders)]
     for pair, value in ((arms, 1 / 6), (arms[::-1], -1 / 6)):
-        (row,) = compare_arms(pair).differences
+        (row,) = compare_models(pair).differences
         assert row.mcnemar is None and row.value == pytest.approx(value)
 
 
 def test_the_first_metric_that_every_question_has_is_compared(tmp_path):
     metrics = [Metric("acc_shape", 1.0), Metric("acc", 0.5)]
     rows = [{"metrics": ["acc", "acc_shape"], "acc": 1, "acc_shape": 1}, {"acc": 0}]
-    ((task, scores),) = read_arm(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
+    ((task, scores),) = read_scores(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
     assert (task, [*scores.values()]) == ("mine acc", [1.0, 0.0])
 
 
@@ -245,22 +253,24 @@ def test_a_metric_whose_samples_are_no_numbers_is_not_compared(tmp_path, said):
     """Words, or the pairs of which F1 is made."""
     metrics = [Metric("f1", 1.0), Metric("acc", 0.5)]
     rows = [{"metrics": ["f1", "acc"], "f1": said, "acc": right} for right in (1, 0)]
-    ((task, scores),) = read_arm(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
+    ((task, scores),) = read_scores(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
     assert (task, [*scores.values()]) == ("mine acc", [1.0, 0.0])
 
 
 def test_an_arm_is_named_after_its_folder_wherever_it_is_called_from(tmp_path, monkeypatch):
     whole = scored(tmp_path / "base", [1, 0])
     monkeypatch.chdir(whole)
-    here = read_arm(".")
+    here = read_scores(".")
     assert here.name == "base"
     with pytest.raises(ValueError, match="none twice"):  # the same folder by another path
-        compare_arms([here, read_arm(f"other={whole}")])
+        compare_models([here, read_scores(f"other={whole}")])
 
 
 def test_tasks_and_arms_that_are_not_compared_are_named_once_and_in_order():
     known = {task: {(task, 0, ""): 1.0} for task in "fbdace"}
-    left_out = Comparison([Arm("whole", [known]), Arm("none", [{}, {}])], []).left_out()
+    left_out = Comparison(
+        [ModelScores("whole", [known]), ModelScores("none", [{}, {}])], []
+    ).left_out()
     expected = [f"Left out: {task} (not evaluated on it: none)." for task in "abcdef"]
     assert left_out == expected
 
@@ -273,10 +283,10 @@ def test_parts_of_a_group_number_their_questions_each_from_the_start(tmp_path):
         samples = next((tmp_path / name).rglob("samples_*.jsonl"))
         other = samples.read_text().replace('"target_hash": "y"', f'"target_hash": "{truth}"')
         (samples.parent / "samples_my_other_2026-01-01T00-00-00.jsonl").write_text(other)
-    ((_, scores),) = read_arm(folders[0]).runs[0].items()
+    ((_, scores),) = read_scores(folders[0]).runs[0].items()
     assert len(scores) == 6
     with pytest.raises(ValueError, match="my_group acc asked the models different questions"):
-        compare_arms([*map(read_arm, folders)])
+        compare_models([*map(read_scores, folders)])
 
 
 def test_answers_to_another_version_of_a_task_are_not_compared(tmp_path):
@@ -286,23 +296,23 @@ def test_answers_to_another_version_of_a_task_are_not_compared(tmp_path):
         result = Evaluation("pope", "POPE", [Metric("acc", 0.5)], 3, 3, [], None, {"pope": version})
         result.write(tmp_path / version)
     with pytest.raises(ValueError, match="pope acc asked the models different questions"):
-        compare_arms([*map(read_arm, folders)])
+        compare_models([*map(read_scores, folders)])
 
 
 def test_several_seeds_of_two_arms(tmp_path):
     arms = []
     for name, share in (("none", 0.5), ("gwc", 0.6)):
         folders = [scored(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
-        arms.append(read_arm(f"{name}={','.join(folders)}"))
-    (difference,) = compare_arms(arms).differences
-    assert (difference.arm, difference.against) == ("gwc", "none") and difference.mcnemar is None
+        arms.append(read_scores(f"{name}={','.join(folders)}"))
+    (difference,) = compare_models(arms).differences
+    assert (difference.model, difference.against) == ("gwc", "none") and difference.mcnemar is None
     assert difference.over_seeds[0] < difference.value < difference.over_seeds[1]
 
 
 def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
     right = {"untrained": [0] * 60, "model": [1, 0, 1, 1] * 10, "whole": [0, 1, 1, 0, 1] * 40}
-    arms = [read_arm(scored(tmp_path / name, answers)) for name, answers in right.items()]
-    compared = {row.arm: (row.questions, row.score) for row in compare_arms(arms).differences}
+    arms = [read_scores(scored(tmp_path / name, answers)) for name, answers in right.items()]
+    compared = {row.model: (row.questions, row.score) for row in compare_models(arms).differences}
     assert compared == {name: (40, np.mean(right[name][:40])) for name in ("model", "whole")}
 
 
@@ -327,7 +337,7 @@ def test_the_first_filter_of_the_summary_is_compared(tmp_path):
     loose = {"filter": "loose", "acc": 0.5}
     strict = {"filter": "strict", "acc": 1.0, "doc_id": 0}
     folder = evaluated(tmp_path, "math", metrics, [loose, strict])
-    ((task, scores),) = read_arm(folder).runs[0].items()
+    ((task, scores),) = read_scores(folder).runs[0].items()
     assert (task, [*scores.values()]) == ("math acc, strict", [1.0])
 
 
@@ -336,12 +346,17 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     twice = ([f"x={whole}", f"y={whole}"], [f"x={whole},{whole}", f"y={other}"])
     for arguments in ([whole], [whole, other], *twice):
         with pytest.raises(ValueError, match="two or more models, as NAME=FOLDER, and none twice"):
-            compare_arms([*map(read_arm, arguments)])
+            compare_models([*map(read_scores, arguments)])
     with pytest.raises(ValueError, match="No task is common to all"):
-        compare_arms([read_arm(whole), read_arm(scored(tmp_path / "b", [0, 1], task="mmstar"))])
+        compare_models(
+            [
+                read_scores(whole),
+                read_scores(scored(tmp_path / "b", [0, 1], task="mmstar")),
+            ]
+        )
     for name, change in (("c", {"first": 200}), ("d", {"truth": "n"}), ("e", {"truth": "yn"})):
-        arm = read_arm(scored(tmp_path / name, answers(0.5, 1), **change))
+        arm = read_scores(scored(tmp_path / name, answers(0.5, 1), **change))
         with pytest.raises(ValueError, match="pope acc asked the models different questions"):
-            compare_arms([read_arm(whole), arm])
+            compare_models([read_scores(whole), arm])
     with pytest.raises(ValueError, match="has no evaluation/"):
-        read_arm(str(tmp_path / "none"))
+        read_scores(str(tmp_path / "none"))

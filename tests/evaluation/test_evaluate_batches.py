@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluation.engine import as_lm
+from normalign_llava.models import resolve_model
 
 
 pytestmark = pytest.mark.slow

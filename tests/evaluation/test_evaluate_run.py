@@ -150,7 +150,7 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     run(room, tmp_path, "tiny_choosing")
     with pytest.raises(ValueError, match="--limit would replace results of tiny_choosing. Name a"):
         run(room, tmp_path, "tiny_choosing", limit=2)
-    with pytest.raises(ValueError, match="There is no suite 'papers'"):
+    with pytest.raises(ValueError, match="Suite 'papers' does not exist"):
         run(room, tmp_path, suites=["papers"])
 
 

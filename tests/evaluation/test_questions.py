@@ -19,8 +19,8 @@ from normalign_llava.evaluation.questions import (
     Question,
     check_images,
     question_about,
-    questions_about_each,
-    questions_of_data,
+    read_questions,
+    read_questions_about_each,
     read_words,
 )
 
@@ -36,7 +36,7 @@ def test_each_image_in_a_folder_and_below_is_asked_about_in_order(tmp_path):
     train_data.images(tmp_path, "red.png", "b/blue.png", "a.d/white.png")
     (tmp_path / "red.png").rename(tmp_path / "RED.PNG")
     (tmp_path / "notes.txt").write_text("mine")
-    asked = questions_about_each(tmp_path, [], "what?", "Be brief.")
+    asked = read_questions_about_each(tmp_path, [], "what?", "Be brief.")
     assert [question.name for question in asked] == ["RED.PNG", "a.d/white.png", "b/blue.png"]
     for question in asked:
         turns = [("system", "Be brief."), ("user", "<image>what?")]
@@ -47,11 +47,11 @@ def test_each_image_in_a_folder_and_below_is_asked_about_in_order(tmp_path):
     (tmp_path / "empty").mkdir()
     for folder, further, text, said in (
         (tmp_path, [], None, "Give the question about each"),
-        (tmp_path, [tmp_path / "RED.PNG"], "what?", "give it alone"),
+        (tmp_path, [tmp_path / "RED.PNG"], "what?", "give no other images"),
         (tmp_path / "empty", [], "what?", "has no image"),
     ):
         with pytest.raises(ValueError, match=said):
-            questions_about_each(folder, further, text, None)
+            read_questions_about_each(folder, further, text, None)
 
 
 def test_a_question_about_images_is_named_after_them(tmp_path):
@@ -75,7 +75,7 @@ def test_rows_are_asked_up_to_their_first_answer(tmp_path):
         {"question": "E?", "answer": "e"},
     ]
     path = train_data.write_json(tmp_path / "mine", rows)
-    asked = questions_of_data(str(path), image_folder=None, columns=None, system="Brief.")
+    asked = read_questions(str(path), image_folder=None, columns=None, system="Brief.")
     assert [question.name for question in asked] == [f"data.json, row {row}" for row in range(3)]
     assert [roles_and_texts(question) for question in asked] == [
         [("system", "Own."), ("user", "<image>A?")],
@@ -85,7 +85,7 @@ def test_rows_are_asked_up_to_their_first_answer(tmp_path):
     assert [len(question.images) for question in asked] == [1, 1, 0]
     assert [question.truth for question in asked] == ["a", None, "e"]
     assert [question.further_turns for question in asked] == [3, 0, 0]
-    (plain, *_) = questions_of_data(str(path), image_folder=None, columns=None, system=None)
+    (plain, *_) = read_questions(str(path), image_folder=None, columns=None, system=None)
     assert roles_and_texts(plain)[0] == ("system", "Own.")
     for row, reason in (
         ({"messages": [turn("system", "x"), turn("assistant", "a")]}, "it has no question"),
@@ -95,23 +95,23 @@ def test_rows_are_asked_up_to_their_first_answer(tmp_path):
     ):
         bad = train_data.write_json(tmp_path / "bad", [{"question": "A?"}, row])
         with pytest.raises(ValueError, match=f"data.json, row 1 cannot be asked: .*{reason}"):
-            questions_of_data(str(bad), image_folder=None, columns=None, system=None)
+            read_questions(str(bad), image_folder=None, columns=None, system=None)
 
 
 def test_rows_of_several_files_are_named_by_their_file(tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"question": "A?"}\n{"question": "B?"}\n')
     options = {"image_folder": None, "columns": None, "system": None}
-    asked = questions_of_data(str(tmp_path), **options)
+    asked = read_questions(str(tmp_path), **options)
     expected = [f"{name}.jsonl, row {row}" for name in "ab" for row in range(2)]
     assert [question.name for question in asked] == expected
     opened = open_source(DataSource.named(str(tmp_path / "a.jsonl")), streaming=False)
     monkeypatch.setattr(questions, "open_source", lambda source, streaming: opened)
-    (first, _) = questions_of_data("bea/a", **options)  # of the Hub
+    (first, _) = read_questions("bea/a", **options)  # of the Hub
     assert first.name == "bea/a, row 0"
     monkeypatch.setattr(questions, "open_source", lambda source, streaming: [])
     with pytest.raises(ValueError, match="bea/a has no rows"):
-        questions_of_data("bea/a", **options)
+        read_questions("bea/a", **options)
 
 
 def test_columns_and_images_of_data_are_those_that_are_named(tmp_path):
@@ -119,7 +119,7 @@ def test_columns_and_images_of_data_are_those_that_are_named(tmp_path):
     table = tmp_path / "mine.csv"
     table.write_text("path,asked\nred.png,A?\n")
     named = {"image_folder": str(tmp_path / "images"), "columns": "image=path,question=asked"}
-    (asked,) = questions_of_data(str(table), system=None, **named)
+    (asked,) = read_questions(str(table), system=None, **named)
     assert asked.text == "A?"
     check_images([asked])
 
@@ -142,7 +142,7 @@ def test_a_word_that_looks_like_an_image_is_no_question(tmp_path, monkeypatch):
     assert read_words(["~/red.png", "What?"]) == ([tmp_path / "red.png"], "What?")
     assert read_words(["~"]) == ([tmp_path], None)  # a folder has no ending
     for word in ("kite.PNG", "~/kite.jpg", " kite.png"):
-        with pytest.raises(ValueError, match="There is no file .*kite"):
+        with pytest.raises(ValueError, match="File .*kite.* does not exist"):
             read_words([word])
     assert read_words(["x" * 5000]) == ([], "x" * 5000)  # too long for the name of a file
     for empty in ("", " "):  # of which the first would be this folder

@@ -71,13 +71,14 @@ def test_results_are_stored_by_task_over_earlier_ones(tmp_path):
 
 def test_answers_are_read_in_their_order(tmp_path):
     assert read_answers(tmp_path) == []
-    texts = ("kite", "bird")
+    texts = ("kite", "bird\u2028")  # not a line break in JSON
     rows = [
         {"doc": {"prompt": f"{text}?", "answers": [text, "it"]}, "filtered_resps": [text, "white"]}
         for text in texts
     ]
     for row, name in zip(rows, ("samples_a.jsonl", "samples_b.jsonl"), strict=True):
-        (tmp_path / name).write_text(json.dumps(row) + "\n")
+        line = json.dumps(row, ensure_ascii=False)  # as the harness writes it
+        (tmp_path / name).write_text(f"{line}\n", encoding="utf-8")
     (tmp_path / "results.json").write_text("{}")
     assert read_answers(tmp_path) == [Answer(f"{text}?", text, [text, "it"]) for text in texts]
 
@@ -129,7 +130,7 @@ def test_the_first_answers_to_own_questions_are_shown(tmp_path):
         rows.append(json.dumps({"doc": document, "filtered_resps": [said]}))
     (folder / "samples_own_mine.jsonl").write_text("\n".join(rows))
     results = [result("pope"), result("own_other"), result("own_mine")]
-    (table,) = Evaluated(tmp_path / "summary.json", results, {}).examples()
+    (table,) = Evaluated(tmp_path / "summary.json", results, {}).read_examples()
     _, *shown = cells(table)
     assert "own_mine" in table.title and len(shown) == 3
     expected = [["[red]0?", "kite", "kite or bird"], ["[red]1?", "(nothing)", "kite or bird"]]
@@ -218,7 +219,7 @@ def test_tasks_come_in_the_order_of_suites_and_names_and_once(tmp_path):
         with pytest.raises(ValueError, match="mmbench_en_dev .*Leave out the limit"):
             chosen_tasks([], ["mmbench_en_dev"], None, limit)
     assert chosen_tasks([], ["mmbench_en_dev"], None, None)[0] == ["mmbench_en_dev"]
-    with pytest.raises(ValueError, match="no suite 'papers'.*offline"):
+    with pytest.raises(ValueError, match="Suite 'papers' does not.*offline"):
         chosen_tasks(["offline", "papers"], [], None, None)
 
 
@@ -260,5 +261,5 @@ def test_the_harness_s_own_tasks_are_read_where_a_task_is_none_of_ours(tmp_path,
     for names, expected in ((["pope"], [False]), (["mmlu", "pope"], [False, True])):
         read.clear()
         assert chosen_tasks([], names, None, None)[0] == names and read == expected
-    with pytest.raises(ValueError, match="There is no task 'mmlv'"):
+    with pytest.raises(ValueError, match="Task 'mmlv' does not exist"):
         chosen_tasks([], ["mmlu", "mmlv"], None, None)

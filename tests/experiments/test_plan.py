@@ -501,12 +501,12 @@ def test_the_result_of_commands_is_read_from_what_they_leave(tmp_path, monkeypat
             target.mkdir(parents=True)
         return SimpleNamespace(returncode=0)
 
-    def read_arm(name):
+    def read_scores(name):
         assert name == str(folder / last)
         return SimpleNamespace(runs=[{"pope acc": {("pope", 0, "x"): 1.0}}])
 
     monkeypatch.setattr(commands.subprocess, "run", run_command)
-    monkeypatch.setattr(commands, "read_arm", read_arm)
+    monkeypatch.setattr(commands, "read_scores", read_scores)
     statuses["evaluate"] = 3
     with pytest.raises(ValueError, match=r"status 3: normalign evaluate .*pope,mmstar"):
         commands.run_commands(plan, run, "v", "l", work, 1)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out from its configuration which kind of model a folder or Hub id is, and loads it."""
+"""Any model by its name: a checkpoint of this package or of transformers, or an adapter.
+
+Diagnosing, evaluating and asking open models here.
+"""
 
 import inspect
 from collections.abc import Container, Mapping
@@ -23,38 +26,55 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 
-from .. import modeling_normalign_llava  # noqa: F401  (so that our classes need no remote code)
-from ..assembly.adapter import Adapter, open_adapter
-from ..assembly.build import torch_dtype
-from ..checkpoint.files import ADAPTER_CONFIG
-from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import dtype_to_load, four_bits
-from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import check_installed
+from . import modeling_normalign_llava  # noqa: F401  (so that our classes need no remote code)
+from .assembly.adapter import Adapter, open_adapter
+from .checkpoint.files import ADAPTER_CONFIG
+from .checkpoint.opening import Checkpoint, open_checkpoint
+from .checkpoint.precision import dtype_to_load, four_bits, torch_dtype
+from .configuration_normalign_llava import NormAlignLlavaConfig
+from .errors import check_installed
 
 
 MODEL_CLASSES = {
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
 }
-"""The classes that load models, the first that fits, and the configurations of their models."""
+"""By the class that loads models, the configurations of its models. The first class that fits
+is used."""
 
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model before its weights are loaded."""
+    """A model before its weights are loaded.
 
-    name: str  # folder or Hub id, without the folders above it
-    checkpoint: Checkpoint  # the folder or Hub id to load it from; for an adapter, only its folder
+    Attributes:
+        name: The folder's name without the folders above it, or the Hub id.
+        checkpoint: What it is loaded from. For an adapter, only its `name` is set: the folder.
+        config: The model's configuration.
+        processor: The processor, or None for a language model.
+        model_class: The class that loads the weights, or None for an adapter.
+        adapter: The adapter, if it is one. `load` puts it on its base as in training.
+    """
+
+    name: str
+    checkpoint: Checkpoint
     config: PreTrainedConfig
-    processor: ProcessorMixin | None  # of a vision-language model
-    model_class: Any = None  # the class that loads the weights; None for an adapter
-    adapter: Adapter | None = None  # `load` puts it on its base as in training
+    processor: ProcessorMixin | None
+    model_class: Any = None
+    adapter: Adapter | None = None
 
     def load(
         self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False
     ) -> PreTrainedModel:
-        """Loads the weights, in eval mode, on a GPU if there is one; see [`precision`]."""
+        """Loads the weights, in eval mode, on a GPU if there is one.
+
+        Args:
+            dtype, load_in_4bit: See [`precision`]. They have no effect on an adapter.
+
+        Raises:
+            ValueError: The files are damaged or lack tensors, or no dtype has this name.
+            ImportError: `load_in_4bit` is set, but bitsandbytes is not installed.
+        """
         if self.adapter:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
@@ -70,9 +90,13 @@ class ModelHandle:
     def precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
     ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
-        """The dtype and quantization that `load` uses for a model that is not an adapter.
+        """Returns the dtype and quantization that `load` uses for a model that is not an adapter.
 
-        See [`dtype_to_load`] and [`four_bits`].
+        Fetches weights from the Hub: [`dtype_to_load`] needs their size.
+
+        Args:
+            dtype: A dtype or its name, or "auto" for the checkpoint's own.
+            load_in_4bit: Quantize the decoder's layers, see [`four_bits`].
         """
         dtype = torch_dtype(dtype)
         if not load_in_4bit:
@@ -91,17 +115,19 @@ def resolve_model(
     base: str | None = None,
     base_quantization: str | None = None,
 ) -> ModelHandle:
-    """Finds out what a folder, Hub id or adapter's folder is, and loads its processor.
+    """Reads what a folder or Hub id is, and loads its configuration and processor, not its weights.
 
     Args:
-        model: The folder or Hub id.
+        model: The folder or Hub id of a model, or the folder of an adapter.
         revision: Branch, tag or commit of a Hub id.
         trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
-        base, base_quantization: The base of an adapter and its quantization: [`open_adapter`].
+        base, base_quantization: The base of an adapter and its quantization, see [`open_adapter`].
 
     Raises:
-        ValueError: The kind of model is not known, its code is not trusted, or a base is given for
-            a model that is not an adapter.
+        ValueError: The kind of model is not known, its code is not trusted, its files do not fit
+            each other, or a base is given for a model that is not an adapter.
+        OSError: The files do not exist, or cannot be fetched.
+        ImportError: Its processor needs a package that is not installed.
     """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
@@ -110,19 +136,19 @@ def resolve_model(
         folder = Checkpoint(str(path), None, {})
         return ModelHandle(name, folder, adapter.config, adapter.processor, adapter=adapter)
     if base or base_quantization:
-        raise ValueError(f"{name} is no adapter. Leave out --base and --base-quantization.")
+        raise ValueError(f"{name} is not an adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
     remote_classes: Mapping[str, Any] = {}
     if opened.model_type not in CONFIG_MAPPING:
         remote_classes = opened.stored.get("auto_map", {})
     if remote_classes and not trust_remote_code:
         raise ValueError(
-            f"{name} is a {opened.model_type!r} model, which transformers does not know; it comes "
-            "with code of its own. Read that code, and pass --trust-remote-code if you trust it."
+            f"{name} is a {opened.model_type!r} model. transformers does not know it, and it comes "
+            "with its own code. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote_classes))
     config = opened.config
-    model_class = _model_class(name, config, remote_classes)
+    model_class = _require_model_class(name, config, remote_classes)
     is_remote_multimodal = bool(remote_classes) and "vision_config" in opened.stored
     processor = None
     if config.model_type == NormAlignLlavaConfig.model_type:
@@ -132,11 +158,20 @@ def resolve_model(
     return ModelHandle(name, opened, config, processor, model_class)
 
 
-def _model_class(name: str, config: PreTrainedConfig, remote_classes: Container[str]) -> Any:
-    """Returns the class that loads a model: of vision-language models, or of language models.
+def require_processor(handle: ModelHandle) -> ProcessorMixin:
+    """Returns a model's processor. Raises ValueError if the model is a language model."""
+    if handle.processor is None:
+        raise ValueError(
+            f"{handle.name} is a language model. Give a vision-language model. "
+            f"`normalign gain {handle.checkpoint.name}` measures a language model's embeddings."
+        )
+    return handle.processor
 
-    Raises ValueError if neither does.
-    """
+
+def _require_model_class(
+    name: str, config: PreTrainedConfig, remote_classes: Container[str]
+) -> Any:
+    """Returns the Auto class that loads a model. Raises ValueError if none of ours does."""
     for auto_class, mapping in MODEL_CLASSES.items():
         if auto_class.__name__ in remote_classes or type(config) in mapping:
             return auto_class
@@ -149,7 +184,8 @@ def _model_class(name: str, config: PreTrainedConfig, remote_classes: Container[
 def _processor_class(config: PreTrainedConfig) -> Any:
     """Returns the class that loads a processor.
 
-    Without torchvision, this is one that needs no processor of videos.
+    Without torchvision, a processor's optional processor of videos is left out: it needs
+    torchvision.
     """
     processor_class = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
     videos = inspect.signature(processor_class.__init__).parameters.get("video_processor")

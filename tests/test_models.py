@@ -1,4 +1,4 @@
-"""Loading what is to be diagnosed: what it is taken for, in which form it comes, and errors."""
+"""Opening and loading any model: what it is taken for, in which form it comes, and errors."""
 
 import json
 from importlib.util import find_spec
@@ -15,8 +15,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.diagnose.data import Sample, batches
-from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluation.engine import as_lm
+from normalign_llava.models import resolve_model
 
 
 def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoint):
@@ -40,7 +40,7 @@ def test_a_folder_is_found_from_anywhere_and_called_by_its_name(checkpoint, monk
         handle = resolve_model(path)
         assert handle.name == checkpoint.name and not handle.checkpoint.trust_remote_code
     for options in ({"base": "there"}, {"base_quantization": "none"}):
-        with pytest.raises(ValueError, match="is no adapter"):
+        with pytest.raises(ValueError, match="is not an adapter"):
             resolve_model(".", **options)
 
 
@@ -121,7 +121,7 @@ def test_remote_code_is_run_only_if_it_is_trusted(tmp_path, checkpoint, monkeypa
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     (folder / "config.json").write_text(json.dumps(config))
     resolve_model(str(checkpoint)).processor.save_pretrained(folder)
-    with pytest.raises(ValueError, match="'own' model, .* code of its own. .*--trust-remote-code"):
+    with pytest.raises(ValueError, match="'own' model. .* its own code. .*--trust-remote-code"):
         resolve_model(str(folder))
     handle = resolve_model(str(folder), trust_remote_code=True)
     assert handle.processor is not None and type(handle.load()).__name__ == "Own"
