@@ -98,8 +98,8 @@ def project_for_llama_cpp(projector: Projector, features: Tensor, tower_eps: flo
     difference = ((computed - expected).abs().max() / expected.abs().max()).item()
     if not difference <= LARGEST_DIFFERENCE:
         raise ValueError(
-            f"Visual tokens that llama.cpp computes would differ by {difference:.2g} of the largest "
-            f"number, and at most {LARGEST_DIFFERENCE} is allowed. Are the weights finite?"
+            f"Visual tokens that llama.cpp computes would differ by {difference:.2g} of the "
+            f"largest number, and at most {LARGEST_DIFFERENCE} is allowed. Are the weights finite?"
         )
     return Projection(tensors, difference)
 

@@ -1,3 +1,5 @@
+import shutil
+
 import gguf
 import gguf_text
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 import tiny_parts
 import torch
 import transformers
+from adapters import make_adapter
 from llama_server import LlamaServer, answer_here, largest_difference
 from PIL import Image
 
@@ -186,3 +189,64 @@ def test_the_report_has_what_to_run_next(exported):
     ]
     assert report.resizing == "stretched in training, padded by llama.cpp: give it squares"
     assert {file.name for file in folder.iterdir()} == {"mmproj-kite.gguf", "Modelfile"}
+
+
+def test_an_adapter_is_merged_on_the_way(tmp_path, exported):
+    checkpoint, _, _ = exported
+    trained = make_adapter(checkpoint, tmp_path / "adapter")
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    processor.save_pretrained(tmp_path / "adapter")
+    folder = tmp_path / "gguf"
+    report = export_gguf(tmp_path / "adapter", folder, name="kite", dtype="float32")
+    assert report.next_commands[0].startswith(
+        f"python LLAMA_CPP/convert_hf_to_gguf.py {folder}/merged --outfile {folder}/kite.gguf"
+    )
+    merged, _ = load(folder / "merged")
+    gguf_text.write(merged, processor, folder / "kite.gguf")
+    server = LlamaServer(folder / "kite.gguf", folder / report.vision_file)
+    messages = CONVERSATIONS["one image"]
+    banned = parts_of_characters(processor.tokenizer)
+    expected = answer_here(trained.base_model.model, processor, messages, 3, banned)
+    answer = server.answer(messages, 3, banned)
+    assert largest_difference(answer, expected) < 0.02
+
+
+def test_an_adapter_that_cannot_be_exported_is_refused_before_it_is_merged(tmp_path):
+    vision = tiny_parts.vision(tmp_path / "clip")
+    language = tiny_parts.language(tmp_path / "language")
+    build_checkpoint(vision=vision, language=language, output=tmp_path / "model")
+    make_adapter(tmp_path / "model", tmp_path / "adapter")
+    with pytest.raises(ValueError, match="adapter cannot be exported .* has a class token"):
+        export_gguf(tmp_path / "adapter", tmp_path / "gguf")
+    assert not (tmp_path / "gguf").exists()
+
+
+SCRIPT = """
+import sys
+folder, option, file = sys.argv[1:4]
+if "fails" in folder:
+    sys.exit("this model is not known")
+open(file, "w").write(" ".join(sys.argv[4:]))
+"""
+
+
+def test_the_script_of_llama_cpp_writes_the_language_model(tmp_path, exported):
+    """The script is called as documented; a nightly test calls llama.cpp's own."""
+    checkpoint, _, _ = exported
+    (tmp_path / "convert_hf_to_gguf.py").write_text(SCRIPT)
+    folder = tmp_path / "gguf"
+    report = export_gguf(checkpoint, folder, name="kite", llama_cpp=tmp_path, text_type="q8_0")
+    assert (folder / "kite.gguf").read_text() == "--outtype q8_0"
+    assert report.text_file == "kite.gguf"
+    assert [command.split()[0] for command in report.next_commands] == ["llama-server", "ollama"]
+
+
+def test_a_failing_script_is_quoted_and_nothing_is_written(tmp_path, exported):
+    checkpoint, _, _ = exported
+    failing = tmp_path / "fails"
+    shutil.copytree(checkpoint, failing)
+    (tmp_path / "convert_hf_to_gguf.py").write_text(SCRIPT)
+    with pytest.raises(ValueError, match="failed on the language model of .*fails") as error:
+        export_gguf(failing, tmp_path / "gguf", llama_cpp=tmp_path)
+    assert str(error.value).endswith("this model is not known")
+    assert not (tmp_path / "gguf").exists()
