@@ -21,6 +21,7 @@ _EXPORTS = {
     "retrofit_checkpoint": "assembly.build",
     "merge_adapter": "assembly.merge",
     "embedding_statistics": "assembly.gain",
+    "export_gguf": "export.run",
     "half_precision_pays": "checkpoint.precision",
     "probe": "diagnose.measure.probe",
     "publish": "hub_cards.push.publish",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .checkpoint.precision import half_precision_pays
     from .configuration_normalign_llava import NormAlignLlavaConfig
     from .diagnose.measure.probe import probe
+    from .export.run import export_gguf
     from .hub_cards.push.publish import publish
     from .modeling_normalign_llava import (
         GlobalWeightCompensatedLayerNorm,

@@ -229,6 +229,36 @@ def merge(
 
 
 @app.command()
+def export(
+    model: ModelArgument,
+    output: NewFolderOption,
+    name: Annotated[
+        str | None, Option(help="Name of the files.", show_default="the model's name")
+    ] = None,
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"], Option(help="Dtype of the vision encoder.")
+    ] = "float16",
+    llama_cpp: Annotated[
+        Path | None, Option(help="llama.cpp's sources, to write the language model too.")
+    ] = None,
+    text_type: Annotated[
+        Literal["f16", "bf16", "f32", "q8_0"], Option(help="Dtype of the language model.")
+    ] = "f16",
+    base: BaseOption = None,
+) -> None:
+    """Write GGUF files for llama.cpp, Ollama and LM Studio. An adapter is merged first."""
+    with errors_for_people(extra="export"):
+        from .export.run import export_gguf
+
+        report = export_gguf(
+            model, output, name=name, dtype=dtype, llama_cpp=llama_cpp, text_type=text_type,
+            base=base,
+        )  # fmt: skip
+    Console().print(report)
+    Console().print("Next:", *report.next_commands, sep="\n  ", soft_wrap=True)
+
+
+@app.command()
 def evaluate(
     model: ModelArgument,
     suite: Annotated[

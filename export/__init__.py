@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a checkpoint as GGUF files, for llama.cpp, Ollama and LM Studio."""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the chat template of a checkpoint for Ollama, whose templates are Go's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlavaProcessor
+
+from ..checkpoint.prompts import end_texts
+
+
+_SYSTEM = "\u2983system\u2984"
+_QUESTION = "\u2983question\u2984"
+_ANSWER = "\u2983answer\u2984"
+_LAST_QUESTION = "\u2983last question\u2984"
+
+
+@dataclass(frozen=True)
+class TurnTexts:
+    """What a chat template prints between the texts of turns.
+
+    Attributes:
+        before_system: Before a system turn, at the start.
+        before_first_question: Before the user's first turn, if no system turn is before it.
+        system_to_question: Between a system turn and the user's.
+        question_to_answer: Between a user's turn and the assistant's.
+        answer_to_question: Between the assistant's turn and the user's.
+        before_answer: After the user's last turn, for the model to answer.
+    """
+
+    before_system: str
+    before_first_question: str
+    system_to_question: str
+    question_to_answer: str
+    answer_to_question: str
+    before_answer: str
+
+    def join(self, turns: list[tuple[str, str]]) -> str:
+        """Returns the prompt of turns, each a role and a text, as the Go template prints it."""
+        prompt = ""
+        previous_role = ""
+        for role, text in turns:
+            prompt += self._between(previous_role, role) + text
+            previous_role = role
+        return prompt + self.before_answer
+
+    def _between(self, previous_role: str, role: str) -> str:
+        if role == "system":
+            return self.before_system
+        if role == "assistant":
+            return self.question_to_answer
+        starts = {"": self.before_first_question, "system": self.system_to_question}
+        return starts.get(previous_role, self.answer_to_question)
+
+
+def modelfile(processor: LlavaProcessor, text_file: str, vision_file: str) -> str:
+    """Returns Ollama's Modelfile for two GGUF files beside it."""
+    lines = [f"FROM ./{text_file}", f"FROM ./{vision_file}"]
+    turn_texts = read_turn_texts(processor)
+    if turn_texts is None:
+        lines.append("# The chat template is not one text between turns: write TEMPLATE yourself.")
+    else:
+        lines.append(f'TEMPLATE """{_go_template(turn_texts)}"""')
+    for end_text in end_texts(processor.tokenizer, processor.chat_template):
+        lines.append(f"PARAMETER stop {_quoted(end_text)}")
+    return "\n".join(lines) + "\n"
+
+
+def read_turn_texts(processor: LlavaProcessor) -> TurnTexts | None:
+    """Returns what the chat template prints between turns.
+
+    None if it prints something else in a longer conversation, such as the number of a turn.
+    """
+    question = _turn("user", _QUESTION)
+    answer = _turn("assistant", _ANSWER)
+    last_question = _turn("user", _LAST_QUESTION)
+    system = _turn("system", _SYSTEM)
+    conversation = _render(processor, [question, answer, last_question])
+    with_system = _render(processor, [system, question])
+    try:
+        before_first_question, rest = conversation.split(_QUESTION)
+        question_to_answer, rest = rest.split(_ANSWER)
+        answer_to_question, before_answer = rest.split(_LAST_QUESTION)
+        before_system, rest = with_system.split(_SYSTEM)
+        system_to_question = rest.split(_QUESTION)[0]
+    except ValueError:  # a text is missing, or printed twice
+        return None
+    turn_texts = TurnTexts(
+        before_system=before_system,
+        before_first_question=before_first_question,
+        system_to_question=system_to_question,
+        question_to_answer=question_to_answer,
+        answer_to_question=answer_to_question,
+        before_answer=before_answer,
+    )
+    return turn_texts if _agree(processor, turn_texts) else None
+
+
+def _agree(processor: LlavaProcessor, turn_texts: TurnTexts) -> bool:
+    """Whether the joined texts equal the template's prompts of four conversations."""
+    exchange = [("user", "What is this?"), ("assistant", "A red kite.")]
+    last = [("user", "Where?")]
+    system = [("system", "Be brief.")]
+    for turns in (last, exchange + last, exchange * 2 + last, system + exchange * 2 + last):
+        messages = [_turn(role, text) for role, text in turns]
+        if _render(processor, messages) != turn_texts.join(turns):
+            return False
+    return True
+
+
+def _turn(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def _render(processor: LlavaProcessor, messages: list[dict[str, Any]]) -> str:
+    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _go_template(turn_texts: TurnTexts) -> str:
+    """Returns the Go template that prints a prompt as [`TurnTexts.join`] does."""
+    literal = _go_literal
+    return (
+        '{{- $previous := "" }}{{- range .Messages }}'
+        f'{{{{- if eq .Role "system" }}}}{literal(turn_texts.before_system)}'
+        f'{{{{- else if eq .Role "assistant" }}}}{literal(turn_texts.question_to_answer)}'
+        f'{{{{- else if eq $previous "" }}}}{literal(turn_texts.before_first_question)}'
+        f'{{{{- else if eq $previous "system" }}}}{literal(turn_texts.system_to_question)}'
+        f"{{{{- else }}}}{literal(turn_texts.answer_to_question)}"
+        "{{- end }}{{ .Content }}{{- $previous = .Role }}{{- end }}"
+        f"{literal(turn_texts.before_answer)}"
+    )
+
+
+def _go_literal(text: str) -> str:
+    """Returns an action that prints a text, whatever is in it."""
+    return "{{ " + _quoted(text) + " }}" if text else ""
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

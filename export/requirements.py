@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What llama.cpp cannot hold: refused before anything is written, with the reason."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+
+
+MODEL_TYPES = (NormAlignLlavaConfig.model_type, "llava")
+TOWER_ACTIVATIONS = {
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
+"""transformers' names of activations, and llama.cpp's. Its GELU is the one with tanh."""
+
+_PROJECTOR_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
+_WITH_CLASS_TOKEN = {
+    "clip_vision_model", "dinov2", "dinov2_with_registers", "dinov3_vit", "vit", "deit", "beit",
+    "data2vec-vision", "metaclip_2_vision_model", "chinese_clip_vision_model", "internvl_vision",
+    "mlcd", "mlcd_vision_model",
+}  # fmt: skip
+
+
+def check_exportable(name: str, config: PreTrainedConfig, image_processor: Any) -> None:
+    """Raises ValueError if llama.cpp cannot compute what this model computes.
+
+    Args:
+        name: The model's name in the error.
+        config: Its configuration.
+        image_processor: Its image processor.
+    """
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"{name} is a {config.model_type} model. `normalign export` writes NormAlign-LLaVA and "
+            "LLaVA. For others, use llama.cpp's own convert_hf_to_gguf.py."
+        )
+    problem = (
+        _tower_problem(config)
+        or _projector_problem(config)
+        or _language_problem(config)
+        or _processor_problem(image_processor, config.vision_config)
+    )
+    if problem:
+        raise ValueError(f"{name} cannot be exported to llama.cpp: {problem}")
+
+
+def feature_layers(config: PreTrainedConfig) -> list[int]:
+    """Returns the numbers of the hidden states that the projector reads, from 0 (embeddings)."""
+    given_layers = config.vision_feature_layer
+    if isinstance(given_layers, int):
+        given_layers = [given_layers]
+    hidden_states = config.vision_config.num_hidden_layers + 1
+    return [layer % hidden_states for layer in given_layers]
+
+
+def _tower_problem(config: PreTrainedConfig) -> str | None:
+    vision = config.vision_config
+    kind = vision.model_type
+    if kind in _WITH_CLASS_TOKEN:
+        return (
+            f"its vision encoder ({kind}) has a class token. llama.cpp computes such encoders "
+            "wrongly for LLaVA: it puts the class token behind the patches, where position "
+            "embeddings take it to be before them, and drops the first patch in its place. Train "
+            "with SigLIP, which has none."
+        )
+    if kind != "siglip_vision_model":
+        return f"llama.cpp's LLaVA has no vision encoder of type {kind}. Train with SigLIP."
+    if vision.hidden_act not in TOWER_ACTIVATIONS:
+        return f"llama.cpp has no activation {vision.hidden_act} in a vision encoder."
+    layers = feature_layers(config)
+    if layers != sorted(set(layers)):
+        return f"llama.cpp joins feature layers in rising order, and these are {layers}."
+    return None
+
+
+def _projector_problem(config: PreTrainedConfig) -> str | None:
+    if config.projector_hidden_act not in _PROJECTOR_ACTIVATIONS:
+        return f"llama.cpp's projector has GELU, and this one has {config.projector_hidden_act}."
+    if getattr(config, "projector_norm", "none") == "rms_norm":
+        return (
+            "its norm is an RMSNorm, and llama.cpp's projector ends in a LayerNorm. Build with "
+            "`--norm layer_norm`, the default, and train that."
+        )
+    return None
+
+
+def _language_problem(config: PreTrainedConfig) -> str | None:
+    text_scale, _ = embedding_scales(config.text_config)
+    kind = config.text_config.model_type
+    if text_scale != 1.0 and not kind.startswith("gemma"):
+        return f"llama.cpp would scale visual tokens of {kind} by {text_scale:g}, as it does text."
+    return None
+
+
+def _processor_problem(image_processor: Any, vision: PreTrainedConfig) -> str | None:
+    size = vision.image_size
+    square = {"height": size, "width": size}
+    final_size = image_processor.size
+    if getattr(image_processor, "do_center_crop", False):
+        final_size = image_processor.crop_size
+    if dict(final_size) != square:
+        return f"its images are {dict(final_size)}, and llama.cpp makes {size} x {size} pixels."
+    is_scaled = image_processor.do_rescale and abs(255 * image_processor.rescale_factor - 1) < 1e-6
+    if not is_scaled or not image_processor.do_normalize:
+        return "its pixels are not scaled by 1 / 255 and normalized, as llama.cpp does it."
+    return None

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports a checkpoint to llama.cpp: vision part, text part, Ollama's Modelfile."""
+
+import os
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..assembly.adapter import open_adapter
+from ..assembly.merge import merge_adapter
+from ..checkpoint.files import ADAPTER_CONFIG, finished_folder
+from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.precision import torch_dtype
+from ..errors import Printed, check_installed
+from .ollama import modelfile
+from .requirements import check_exportable
+from .text import SCRIPT, find_script, script_command, write_text
+
+
+TEXT_TYPES = ("f16", "bf16", "f32", "q8_0")
+MERGED = "merged"
+MODELFILE = "Modelfile"
+_FILE_NAME = re.compile(r"[\w][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class ExportReport(Printed):
+    """What `normalign export` wrote.
+
+    Attributes:
+        output: The folder.
+        vision_file: Name of the GGUF file with vision encoder, projector and norm.
+        text_file: Name of the GGUF file with the language model.
+        difference: Largest difference between visual tokens of sample pictures here and by
+            llama.cpp's arithmetic, over their largest number.
+        resizing: What is done with a picture that is not square, here and by llama.cpp.
+        next_commands: What to run next, in order.
+    """
+
+    labels = {
+        "vision_file": "vision part",
+        "text_file": "text part",
+        "difference": "largest difference of visual tokens, relative",
+        "resizing": "pictures that are not square",
+    }
+
+    output: str
+    vision_file: str
+    text_file: str
+    difference: float
+    resizing: str
+    next_commands: list[str]
+
+
+def export_gguf(
+    model: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    name: str | None = None,
+    dtype: str | torch.dtype = "float16",
+    llama_cpp: str | os.PathLike | None = None,
+    text_type: str = "f16",
+    base: str | None = None,
+) -> ExportReport:
+    """Writes a checkpoint as GGUF files that an unmodified llama.cpp runs.
+
+    `mmproj-NAME.gguf` has the vision encoder up to the layer that is read, projector and norm.
+    llama.cpp's own script writes the language model to `NAME.gguf`. `Modelfile` names both for
+    Ollama, with chat template and stop tokens. An adapter is merged first.
+
+    Args:
+        model: A checkpoint's folder or Hub id, or an adapter's folder.
+        output: Folder to create, or an empty one. It is written as a whole or not at all.
+        name: Name of the files; by default the model's folder or repository.
+        dtype: Dtype of the vision encoder's matrices: float16, bfloat16 or float32.
+        llama_cpp: Folder of llama.cpp's sources. Without it, the language model is not written, and
+            `next_commands` begin with the command that writes it.
+        text_type: The script's `--outtype`, one of `TEXT_TYPES`.
+        base: The base of an adapter, if the one that it names is gone.
+
+    Raises:
+        ValueError: llama.cpp cannot compute the model, a file is missing or damaged, or the script
+            fails. Nothing is written then.
+        ImportError: The package `gguf` is missing.
+    """
+    check_installed("gguf", "export", "`normalign export`")
+    from .mmproj import write_mmproj
+
+    tower_dtype = torch_dtype(dtype)
+    if not isinstance(tower_dtype, torch.dtype):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}.")
+    if text_type not in TEXT_TYPES:
+        raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")
+    script = find_script(Path(os.path.expanduser(llama_cpp))) if llama_cpp else None
+    source = Path(os.path.expanduser(model))
+    name = name or source.resolve().name
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"name must be a file's name without spaces, got {name!r}.")
+    vision_file = f"mmproj-{name}.gguf"
+    text_file = f"{name}.gguf"
+    with finished_folder(output) as folder:
+        checkpoint = _open_to_export(model, base, folder / MERGED)
+        difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
+        if script:
+            write_text(script, checkpoint, folder / text_file, text_type)
+            shutil.rmtree(folder / MERGED, ignore_errors=True)
+        instructions = modelfile(checkpoint.processor, text_file, vision_file)
+        (folder / MODELFILE).write_text(instructions, "utf-8")
+    output = Path(output)
+    next_commands = _commands_to_run(output, vision_file, text_file)
+    if not script:
+        is_merged = (output / MERGED).is_dir()
+        converted = output / MERGED if is_merged else checkpoint.name
+        script_path = f"LLAMA_CPP/{SCRIPT}"
+        command = script_command(script_path, converted, output / text_file, text_type)
+        next_commands.insert(0, shlex.join(command))
+    return ExportReport(
+        output=str(output),
+        vision_file=vision_file,
+        text_file=text_file if script else "not written",
+        difference=difference,
+        resizing=_resizing(checkpoint.processor.image_processor),
+        next_commands=next_commands,
+    )
+
+
+def _open_to_export(model: str | os.PathLike, base: str | None, merged_folder: Path) -> Checkpoint:
+    """Opens a checkpoint that llama.cpp can compute. An adapter is merged to `merged_folder`.
+
+    Raises:
+        ValueError: There is no such model, or llama.cpp cannot compute it.
+    """
+    source = Path(os.path.expanduser(model))
+    if not (source / ADAPTER_CONFIG).is_file():
+        checkpoint = open_checkpoint(model)
+        image_processor = checkpoint.processor.image_processor
+        check_exportable(checkpoint.name, checkpoint.config, image_processor)
+        return checkpoint
+    adapter = open_adapter(source, base, None)
+    check_exportable(str(source), adapter.config, adapter.processor.image_processor)
+    merge_adapter(source, merged_folder, base=base)
+    return open_checkpoint(merged_folder)
+
+
+def _resizing(image_processor: Any) -> str:
+    is_cropped = getattr(image_processor, "do_center_crop", False)
+    here = "cropped" if is_cropped else "stretched"
+    return f"{here} in training, padded by llama.cpp: give it squares"
+
+
+def _commands_to_run(output: Path, vision_file: str, text_file: str) -> list[str]:
+    text_path = output / text_file
+    server = ["llama-server", "-m", str(text_path), "--mmproj", str(output / vision_file)]
+    ollama = ["ollama", "create", Path(text_file).stem, "-f", str(output / MODELFILE)]
+    return [shlex.join(server), shlex.join(ollama)]

@@ -1,0 +1,119 @@
+import pytest
+import tiny
+import tiny_parts
+import transformers
+
+from normalign_llava import build_checkpoint
+from normalign_llava.export.requirements import check_exportable
+from normalign_llava.export.run import export_gguf
+
+
+SQUARE = {"height": 16, "width": 16}
+
+
+def config(**options):
+    vision = options.pop("vision", "siglip")
+    return tiny.config(vision=vision, **options)
+
+
+def image_processor(**options):
+    return transformers.SiglipImageProcessor(**{"size": SQUARE, **options})
+
+
+def refusal(model_config, processor=None):
+    with pytest.raises(ValueError) as error:
+        check_exportable("kite", model_config, processor or image_processor())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "none"])
+def test_siglip_with_or_without_a_layer_norm_is_exportable(norm):
+    check_exportable("kite", config(projector_norm=norm), image_processor())
+
+
+def test_a_class_token_is_refused_with_the_reason():
+    message = refusal(config(vision="clip"))
+    assert "its vision encoder (clip_vision_model) has a class token" in message
+    assert "drops the first patch" in message
+
+
+def test_an_encoder_that_llama_cpp_lacks_is_refused():
+    model_config = config()
+    model_config.vision_config.model_type = "pvt"
+    assert "has no vision encoder of type pvt" in refusal(model_config)
+
+
+def test_an_rms_norm_is_refused():
+    message = refusal(config(projector_norm="rms_norm"))
+    assert "its norm is an RMSNorm" in message
+    assert "`--norm layer_norm`" in message
+
+
+def test_other_activations_are_refused():
+    in_projector = config(projector_hidden_act="relu")
+    assert "this one has relu" in refusal(in_projector)
+    in_tower = config()
+    in_tower.vision_config.hidden_act = "relu"
+    assert "no activation relu in a vision encoder" in refusal(in_tower)
+
+
+@pytest.mark.parametrize("layers", [[-1, -2], [2, 2]])
+def test_feature_layers_that_do_not_rise_are_refused(layers):
+    assert "in rising order" in refusal(with_layers(layers))
+
+
+def with_layers(layers):
+    model_config = config()
+    model_config.vision_feature_layer = layers
+    return model_config
+
+
+def test_a_language_model_that_scales_text_only_is_refused():
+    text = tiny.text_config(scale_emb=12.0)
+    assert "would scale visual tokens of llama by 12" in refusal(config(text=text))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"size": {"height": 32, "width": 16}}, "llama.cpp makes 16 x 16 pixels"),
+        ({"do_rescale": False}, "not scaled by 1 / 255"),
+        ({"rescale_factor": 1 / 128}, "not scaled by 1 / 255"),
+        ({"do_normalize": False}, "not scaled by 1 / 255"),
+    ],
+)
+def test_other_pixels_are_refused(options, problem):
+    assert problem in refusal(config(), image_processor(**options))
+
+
+def test_a_processor_that_crops_is_judged_by_its_crop():
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 20}, crop_size=SQUARE)
+    check_exportable("kite", config(), processor)
+
+
+def test_another_model_is_refused():
+    message = refusal(transformers.Qwen2Config())
+    assert "kite is a qwen2 model" in message
+
+
+def test_a_refused_model_leaves_nothing_behind(tmp_path):
+    vision = tiny_parts.vision(tmp_path / "clip")
+    language = tiny_parts.language(tmp_path / "language")
+    build_checkpoint(vision=vision, language=language, output=tmp_path / "model")
+    with pytest.raises(ValueError, match="has a class token"):
+        export_gguf(tmp_path / "model", tmp_path / "gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "language", "model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"dtype": "auto"}, "dtype must be float16, bfloat16 or float32, got 'auto'"),
+        ({"text_type": "q4_k_m"}, "text_type must be one of f16, bf16, f32, q8_0, got 'q4_k_m'"),
+        ({"name": "a/b"}, "name must be a file's name without spaces, got 'a/b'"),
+        ({"llama_cpp": "nowhere"}, "nowhere has no convert_hf_to_gguf.py"),
+    ],
+)
+def test_bad_options_are_refused_before_a_model_is_opened(tmp_path, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        export_gguf(tmp_path / "no-model", tmp_path / "gguf", **options)
