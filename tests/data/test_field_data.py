@@ -15,7 +15,7 @@ from itertools import islice
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
-from test_shards import shard
+from test_shards import write_shard
 from train_data import answers, assistant, image_bytes, images, llava, read, user, write_json
 
 from normalign_llava.data.rows import checks
@@ -355,13 +355,13 @@ def test_a_file_with_rows_inside_is_read_or_written_anew_as_its_error_says(proce
 def test_shards_have_other_files_and_tables_beside_them(processor, tmp_path, caplog):
     folder = tmp_path / "img2dataset"
     photo = image_bytes("red", form="JPEG")
-    shard(folder / "00000.tar", {"1.jpg": photo, "1.txt": "A kite.", "1.json": {"url": "u"}})
+    write_shard(folder / "00000.tar", {"1.jpg": photo, "1.txt": "A kite.", "1.json": {"url": "u"}})
     (folder / "00000_stats.json").write_text("{}")
     Dataset.from_list([{"url": "u", "caption": "A kite."}]).to_parquet(folder / "00000.parquet")
     for streamed in (False, True):
         check(processor, folder, chat("{4}Describe the image.", "[[A kite.]]"), streamed=streamed)
     assert "has files that are not read: 00000_stats.json, 00000.parquet" in caplog.text
-    shard(tmp_path / "video.tar", {"1.mp4": b"x", "1.json": {"question": "Q", "answer": "A"}})
+    write_shard(tmp_path / "video.tar", {"1.mp4": b"x", "1.json": {"question": "Q", "answer": "A"}})
     with pytest.raises(ValueError, match="it has video, and only images are read"):
         read(tmp_path / "video.tar", processor)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, IterableDataset, List, Value
-from test_shards import shard
+from test_shards import write_shard
 from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
@@ -446,7 +446,7 @@ def test_images_are_beside_a_parquet_file_whose_card_is_wrong_about_rows(tmp_pat
 
 
 def test_the_suffix_of_a_shard_may_be_in_capitals(tmp_path):
-    path = shard(tmp_path / "0.TAR", {"0.json": {"question": "Q", "answer": "A"}})
+    path = write_shard(tmp_path / "0.TAR", {"0.json": {"question": "Q", "answer": "A"}})
     ((_, _, raw),) = open_source(DataSource(str(path)), False)
     assert raw == {"question": "Q", "answer": "A"}
     (tmp_path / "stats.json").write_text("{}")  # which programs write beside
@@ -495,7 +495,7 @@ def test_a_folder_that_is_named_as_a_data_set_of_the_hub_is_the_folder(tmp_path,
 
 def test_rows_that_other_code_has_read_are_read_anew(tmp_path, monkeypatch):
     (tmp_path / "rows.json").write_text('[{"question": "Q", "answer": "A"}]')
-    shard(tmp_path / "rows.tar", {"0.json": {"question": "Q", "answer": "A"}})
+    write_shard(tmp_path / "rows.tar", {"0.json": {"question": "Q", "answer": "A"}})
 
     def cached(name):
         return open_source(DataSource(str(tmp_path / name)), False).data.cache_files
