@@ -31,15 +31,15 @@ TURNS = llava("Q", "A")["conversations"]
 
 def chat(*turns: str) -> str:
     """Returns a conversation as the template prints it; "S:" begins a system turn."""
-    roles = cycle(["user", "assistant"])
+    turn_roles = cycle(["user", "assistant"])
     printed = ""
-    for turn in turns:
-        if turn.startswith("S:"):
-            role = "system"
-            turn = turn.removeprefix("S:")
+    for turn_text in turns:
+        if turn_text.startswith("S:"):
+            turn_role = "system"
+            turn_text = turn_text.removeprefix("S:")
         else:
-            role = next(roles)
-        printed += f"<|im_start|>{role}\n{turn}<|im_end|>\n"
+            turn_role = next(turn_roles)
+        printed += f"<|im_start|>{turn_role}\n{turn_text}<|im_end|>\n"
     return printed.replace("]]<|im_end|>", "<|im_end|>]]")
 
 
@@ -47,7 +47,7 @@ def ids_and_labels(processor, marked: str) -> tuple[list[int], list[int]]:
     """Reads a marked text: one token a letter, and one for each special token."""
     vocabulary = processor.tokenizer.get_vocab()
     image_tokens = [vocabulary["<image>"]] * 4
-    ids = []
+    token_ids = []
     labels = []
     learned = False
     for piece in re.findall(r"\[\[|\]\]|\{4\}|<\|im_\w+\|>|.", marked, re.S):
@@ -57,15 +57,15 @@ def ids_and_labels(processor, marked: str) -> tuple[list[int], list[int]]:
             learned = False
         elif piece == "{4}":
             assert not learned
-            ids += image_tokens
+            token_ids += image_tokens
             labels += [-100] * 4
         elif learned:
-            ids.append(vocabulary[piece])
+            token_ids.append(vocabulary[piece])
             labels.append(vocabulary[piece])
         else:
-            ids.append(vocabulary[piece])
+            token_ids.append(vocabulary[piece])
             labels.append(-100)
-    return ids, labels
+    return token_ids, labels
 
 
 def assert_is_collated(processor, row, marked: str):
@@ -78,11 +78,11 @@ def assert_is_collated(processor, row, marked: str):
 
 def assert_is_read(processor, data_path, *marked_texts, **options):
     """The first rows of the data are the marked texts. Returns the data."""
-    data = read(data_path, processor, **options)
-    rows = islice(data.train, len(marked_texts))
-    for row, marked in zip(rows, marked_texts, strict=True):
-        assert_is_collated(processor, row, marked)
-    return data
+    training_data = read(data_path, processor, **options)
+    parsed_rows = islice(training_data.train, len(marked_texts))
+    for parsed_row, marked in zip(parsed_rows, marked_texts, strict=True):
+        assert_is_collated(processor, parsed_row, marked)
+    return training_data
 
 
 KITE = {"image": "red.png"}
@@ -390,8 +390,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("case", EXAMPLES.values(), ids=EXAMPLES)
 def test_a_form_is_read_in_memory(case, processor, tmp_path):
     data_path = write_json(tmp_path, [case["row"]])
-    data = assert_is_read(processor, data_path, case["text"])
-    (report,) = data.report.sources
+    training_data = assert_is_read(processor, data_path, case["text"])
+    (report,) = training_data.report.sources
     reported = report.left_out | report.changed
     for name, count in case.get("reported", {}).items():
         assert reported.pop(name) == count
@@ -405,8 +405,12 @@ def test_a_form_is_read_as_a_stream(case, processor, tmp_path):
 
 
 def test_the_mappings_of_parquet_have_all_keys(processor, tmp_path):
-    pair = {"user": Value("string"), "assistant": Value("string"), "source": Value("string")}
-    features = Features({"images": List(Image()), "texts": List(pair)})
+    pair_features = {
+        "user": Value("string"),
+        "assistant": Value("string"),
+        "source": Value("string"),
+    }
+    features = Features({"images": List(Image()), "texts": List(pair_features)})
     columns = {
         "images": [[{"bytes": image_bytes(), "path": None}]],
         "texts": [[PAIR]],
@@ -489,34 +493,34 @@ def prepare(data, processor):
 
 
 def test_columns_of_an_open_data_set_are_read(processor):
-    data = Dataset.from_list([FOUR_COLUMNS] * 2)
-    first_row, _ = prepare(data, processor)
+    dataset = Dataset.from_list([FOUR_COLUMNS] * 2)
+    first_row, _ = prepare(dataset, processor)
     assert_is_collated(processor, first_row, chat("S:S", "Q", "[[3]]"))
 
 
 @pytest.mark.parametrize("data_format", ["numpy", "torch", None])
 def test_columns_that_are_hidden_are_not_read(processor, data_format):
-    data = Dataset.from_list([FOUR_COLUMNS] * 2)
-    shown = data.with_format(data_format, columns=["question", "answer"])
-    first_row, _ = prepare(shown, processor)
+    dataset = Dataset.from_list([FOUR_COLUMNS] * 2)
+    shown_dataset = dataset.with_format(data_format, columns=["question", "answer"])
+    first_row, _ = prepare(shown_dataset, processor)
     assert_is_collated(processor, first_row, chat("Q", "[[3]]"))
 
 
 @pytest.mark.parametrize("data_format", ["numpy", "torch", None])
 def test_columns_that_are_shown_without_a_format_are_read(processor, data_format):
-    data = Dataset.from_list([FOUR_COLUMNS] * 2)
-    shown = data.with_format(data_format, columns=["question"], output_all_columns=True)
-    first_row, _ = prepare(shown, processor)
+    dataset = Dataset.from_list([FOUR_COLUMNS] * 2)
+    shown_dataset = dataset.with_format(data_format, columns=["question"], output_all_columns=True)
+    first_row, _ = prepare(shown_dataset, processor)
     assert first_row["messages"][0]["role"] == "system"
 
 
 @pytest.mark.parametrize("data_format", ["numpy", "torch", None])
 def test_a_stream_with_a_format_is_read(processor, data_format):
-    data = Dataset.from_list([FOUR_COLUMNS] * 2)
-    stream = data.to_iterable_dataset().with_format(data_format)
+    dataset = Dataset.from_list([FOUR_COLUMNS] * 2)
+    stream = dataset.to_iterable_dataset().with_format(data_format)
     first_row = next(iter(prepare(stream, processor)))
-    roles = [turn["role"] for turn in first_row["messages"]]
-    assert roles == ["system", "user", "assistant"]
+    turn_roles = [turn["role"] for turn in first_row["messages"]]
+    assert turn_roles == ["system", "user", "assistant"]
     assert answers([first_row]) == ["3"]
 
 
@@ -612,7 +616,7 @@ def test_a_json_file_may_be_one_row(processor, tmp_path):
 def test_a_json_file_may_have_a_row_a_line(processor, tmp_path):
     """InternVL's are such."""
     data_path = tmp_path / "lines.json"
-    lines = [json.dumps(row) for row in TWO_ROWS]
+    lines = [json.dumps(raw_row) for raw_row in TWO_ROWS]
     data_path.write_text("\n".join(lines))
     assert_is_read(processor, data_path, *TWO_TEXTS)
 
@@ -660,8 +664,8 @@ def write_coco(tmp_path):
 
 def test_captions_of_coco(processor, tmp_path, caplog, write_coco):
     data_path = write_coco(COCO["annotations"])
-    rows = assert_is_read(processor, data_path, *COCO_TEXTS).train
-    image_paths = [row["images"][0]["path"] for row in rows]
+    parsed_rows = assert_is_read(processor, data_path, *COCO_TEXTS).train
+    image_paths = [parsed_row["images"][0]["path"] for parsed_row in parsed_rows]
     assert image_paths == [
         str(tmp_path / "sub/blue.png"),
         str(tmp_path / "red.png"),
@@ -685,8 +689,8 @@ def test_a_caption_of_coco_without_its_image_is_a_bad_row(processor, write_coco)
 
 
 def test_boxes_of_coco_are_not_a_known_form(processor, write_coco):
-    box = {"id": 1, "image_id": 4, "category_id": 2, "bbox": [0, 0, 1, 1]}
-    data_path = write_coco([box])
+    box_annotation = {"id": 1, "image_id": 4, "category_id": 2, "bbox": [0, 0, 1, 1]}
+    data_path = write_coco([box_annotation])
     with pytest.raises(ValueError, match="its form is not known.*bbox, category_id"):
         read(data_path, processor)
 
@@ -709,7 +713,10 @@ def test_a_file_may_have_its_rows_in_a_mapping(processor, tmp_path, content):
     [
         pytest.param(json.dumps({"train": TWO_ROWS, "test": TWO_ROWS[:1]}), id="splits"),
         pytest.param(json.dumps({"7": TWO_ROWS[0], "8": TWO_ROWS[1]}), id="rows-by-number"),
-        pytest.param("\n".join(json.dumps(row, indent=2) for row in TWO_ROWS), id="indented-rows"),
+        pytest.param(
+            "\n".join(json.dumps(raw_row, indent=2) for raw_row in TWO_ROWS),
+            id="indented-rows",
+        ),
     ],
 )
 def test_a_file_with_rows_inside_is_written_anew_as_its_error_says(processor, tmp_path, text):
@@ -729,12 +736,12 @@ def test_a_file_with_rows_inside_is_written_anew_as_its_error_says(processor, tm
 @pytest.mark.parametrize("streamed", [False, True])
 def test_shards_may_have_other_files_and_tables_beside_them(processor, tmp_path, caplog, streamed):
     folder = tmp_path / "img2dataset"
-    files = {
+    shard_files = {
         "1.jpg": image_bytes("red", form="JPEG"),
         "1.txt": "A kite.",
         "1.json": {"url": "u"},
     }
-    write_shard(folder / "00000.tar", files)
+    write_shard(folder / "00000.tar", shard_files)
     (folder / "00000_stats.json").write_text("{}")
     table = Dataset.from_list([{"url": "u", "caption": "A kite."}])
     table.to_parquet(folder / "00000.parquet")
@@ -745,8 +752,8 @@ def test_shards_may_have_other_files_and_tables_beside_them(processor, tmp_path,
 
 
 def test_a_film_in_a_shard_is_not_read(processor, tmp_path):
-    files = {"1.mp4": b"x", "1.json": {"question": "Q", "answer": "A"}}
-    shard_path = write_shard(tmp_path / "video.tar", files)
+    shard_files = {"1.mp4": b"x", "1.json": {"question": "Q", "answer": "A"}}
+    shard_path = write_shard(tmp_path / "video.tar", shard_files)
     with pytest.raises(ValueError, match="it has video, and only images are read"):
         read(shard_path, processor)
 
@@ -776,9 +783,9 @@ def test_lists_of_tables_that_pandas_wrote(processor, write_csv):
 
 def test_a_list_in_the_column_of_one_answer_is_a_text(processor, write_csv):
     data_path = write_csv("answer")
-    data = read(data_path, processor)
-    assert answers(data.train) == ["['two', 'one', 'two']", "[0.1, 0.2]"]
-    ((change, count),) = data.report.sources[0].changed.items()
+    training_data = read(data_path, processor)
+    assert answers(training_data.train) == ["['two', 'one', 'two']", "[0.1, 0.2]"]
+    ((change, count),) = training_data.report.sources[0].changed.items()
     assert count == 2
     assert "learned as this text; --columns answers=COLUMN" in change
 
@@ -830,9 +837,9 @@ def report_unused(processor, caplog):
     def report(**columns):
         sample_row = {"question": "Q", "answer": "A", **columns}
         prepare_rows(Dataset.from_list([sample_row]), Checks(processor), name="mine")
-        (record,) = [record for record in caplog.records if "not used" in record.message]
-        assert record.message.startswith("mine: columns not used: ")
-        return record
+        (log_record,) = [record for record in caplog.records if "not used" in record.message]
+        assert log_record.message.startswith("mine: columns not used: ")
+        return log_record
 
     return report
 
@@ -843,35 +850,35 @@ def test_columns_that_are_not_used_are_reported(report_unused):
 
 @pytest.mark.parametrize("name", ["response", "gpt", "caption", "direct_answers", "content"])
 def test_an_unused_column_that_looks_like_an_answer_is_a_warning(report_unused, name):
-    record = report_unused(**UNUSED, **{name: "x"})
-    assert record.levelname == "WARNING"
+    log_record = report_unused(**UNUSED, **{name: "x"})
+    assert log_record.levelname == "WARNING"
     columns = f"columns not used: {name}, like an answer (1 row), tools (1 row), "
-    assert columns in record.message
+    assert columns in log_record.message
 
 
 @pytest.mark.parametrize("name", ["prompt", "query", "history", "input_prompt"])
 def test_an_unused_column_that_looks_like_a_question_is_a_warning(report_unused, name):
-    record = report_unused(**UNUSED, **{name: "x"})
-    assert record.levelname == "WARNING"
-    assert ", like a question" in record.message
+    log_record = report_unused(**UNUSED, **{name: "x"})
+    assert log_record.levelname == "WARNING"
+    assert ", like a question" in log_record.message
 
 
 def test_an_unused_column_that_looks_like_an_image_is_a_warning(report_unused, caplog):
     image = {"bytes": image_bytes(), "path": None}
-    record = report_unused(image=image, photo_2="x")
-    assert record.levelname == "WARNING"
-    assert "photo_2, like an image (1 row)" in record.message
+    log_record = report_unused(image=image, photo_2="x")
+    assert log_record.levelname == "WARNING"
+    assert "photo_2, like an image (1 row)" in log_record.message
     assert "dropped" not in caplog.text
 
 
 def test_what_is_unused_in_a_stream_is_reported_once(processor, tmp_path, caplog):
     caplog.set_level("INFO")
-    rows = [
+    raw_rows = [
         llava("Q", "A", tools="x"),
         llava("Q", "A", tools="y", history=["z"], similarity=0.3),
         {"messages": [user("Q"), user("R"), assistant("A")]},
     ]
-    stream = read(write_json(tmp_path, rows), processor, dataset_streaming=True).train
+    stream = read(write_json(tmp_path, raw_rows), processor, dataset_streaming=True).train
     list(islice(stream, 9))
     assert caplog.text.count("data.json: user turns in a row are one turn.") == 1
     assert caplog.text.count("data.json: column not used: history, like a question.") == 1

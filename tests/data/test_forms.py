@@ -113,21 +113,21 @@ def kite_folder(tmp_path):
 
 def assert_is_read(processor, data_path, example):
     """The file has the example's row, in memory and as a stream. Returns the row."""
-    (row,) = read(data_path, processor).train
+    (parsed_row,) = read(data_path, processor).train
     question = example.question()
-    assert printed_turns(row) == [("user", question), ("assistant", example.answer())]
-    assert row["image_count"] == 1
-    (image,) = row["images"]
+    assert printed_turns(parsed_row) == [("user", question), ("assistant", example.answer())]
+    assert parsed_row["image_count"] == 1
+    (image,) = parsed_row["images"]
     assert decode_image(image).getpixel((3, 3)) == RED
 
     stream = read(data_path, processor, streamed=True).train
-    assert next(iter(stream)) == row
+    assert next(iter(stream)) == parsed_row
 
-    for data in (str(data_path), str(data_path.parent)):
-        (sample,) = load_samples(data, 1).samples
-        assert sample.question == question
-        assert sample.image.getpixel((3, 3)) == RED
-    return row
+    for data_name in (str(data_path), str(data_path.parent)):
+        (shown_sample,) = load_samples(data_name, 1).samples
+        assert shown_sample.question == question
+        assert shown_sample.image.getpixel((3, 3)) == RED
+    return parsed_row
 
 
 @pytest.mark.parametrize("example", examples_in("json", "csv"))
@@ -144,38 +144,38 @@ def test_the_code_of_the_page_makes_data_that_are_read(
     monkeypatch.chdir(kite_folder)
     variables = {}
     exec(example.text, variables)
-    data = variables["data"]
-    prepared_rows, _ = prepare_rows(data, Checks(processor))
+    dataset = variables["data"]
+    prepared_rows, _ = prepare_rows(dataset, Checks(processor))
     (prepared_row,) = prepared_rows
 
     data_path = kite_folder / "data.parquet"
-    data.to_parquet(str(data_path))
-    row = assert_is_read(processor, data_path, example)
-    assert {**prepared_row, "source": row["source"]} == row
+    dataset.to_parquet(str(data_path))
+    parsed_row = assert_is_read(processor, data_path, example)
+    assert {**prepared_row, "source": parsed_row["source"]} == parsed_row
 
 
 @pytest.fixture
 def split_folder(tmp_path):
     """A folder with the folders train and test, each with one row and its image."""
     folder = tmp_path / "mine"
-    for split, colour in (("train", "red"), ("test", "blue")):
-        images(folder / split, f"{colour}.png")
+    for split_name, colour in (("train", "red"), ("test", "blue")):
+        images(folder / split_name, f"{colour}.png")
         sample_row = {
             "file_name": f"{colour}.png",
-            "question": f"{split}?",
+            "question": f"{split_name}?",
             "answer": colour,
         }
-        (folder / split / "metadata.jsonl").write_text(json.dumps(sample_row))
+        (folder / split_name / "metadata.jsonl").write_text(json.dumps(sample_row))
     return folder
 
 
 def assert_training_and_diagnosing_read(processor, data, question, image_folder=None):
     """Both have one row, with this question, and the same image."""
-    (row,) = read(data, processor, image_folder=image_folder).train
-    (sample,) = load_samples(str(data), 1, image_folder=image_folder).samples
-    assert printed_question(row) == question
-    assert sample.question == question
-    assert row["images"][0] == dict(sample.stored)
+    (parsed_row,) = read(data, processor, image_folder=image_folder).train
+    (shown_sample,) = load_samples(str(data), 1, image_folder=image_folder).samples
+    assert printed_question(parsed_row) == question
+    assert shown_sample.question == question
+    assert parsed_row["images"][0] == dict(shown_sample.stored)
 
 
 def test_training_and_diagnosing_read_the_split_for_training(processor, split_folder):
@@ -192,8 +192,8 @@ def test_training_and_diagnosing_read_a_saved_data_set_with_an_image_folder(proc
         "question": "saved?",
         "answer": "A",
     }
-    saved = Dataset.from_list([sample_row])
-    DatasetDict(train=saved, test=saved).save_to_disk(str(tmp_path / "saved"))
+    saved_dataset = Dataset.from_list([sample_row])
+    DatasetDict(train=saved_dataset, test=saved_dataset).save_to_disk(str(tmp_path / "saved"))
     image_folder = tmp_path / "there"
     images(image_folder, "sub/green.png")
     assert_training_and_diagnosing_read(
@@ -202,14 +202,14 @@ def test_training_and_diagnosing_read_a_saved_data_set_with_an_image_folder(proc
 
 
 def test_another_split_is_held_out(processor, split_folder):
-    data = read(
+    training_data = read(
         f"{split_folder}:train",
         processor,
         eval_dataset_name=f"{split_folder}:test",
         with_eval=True,
     )
-    (train_row,) = data.train
-    (eval_row,) = data.eval
+    (train_row,) = training_data.train
+    (eval_row,) = training_data.eval
     assert printed_question(train_row) == "train?"
     assert printed_question(eval_row) == "test?"
 
@@ -220,8 +220,8 @@ def test_an_unknown_split_is_refused_with_the_known_ones(processor, split_folder
 
 
 def test_folders_that_are_not_splits_are_refused(processor, split_folder):
-    for split in ("train", "test"):
-        (split_folder / split).rename(split_folder / f"of {split}ers")
+    for split_name in ("train", "test"):
+        (split_folder / split_name).rename(split_folder / f"of {split_name}ers")
     with pytest.raises(ValueError, match="in several folders. Name one: .*testers, .*trainers"):
         read(split_folder, processor)
 
@@ -252,7 +252,7 @@ def own_path(request, tmp_path):
     images(tmp_path / "sub", "red.png")
     data_path = tmp_path / f"own.{request.param}"
     if request.param == "jsonl":
-        lines = [json.dumps(row) for row in OWN_ROWS]
+        lines = [json.dumps(own_row) for own_row in OWN_ROWS]
         data_path.write_text("\n".join(lines))
     elif request.param == "parquet":
         Dataset.from_list(OWN_ROWS).to_parquet(str(data_path))
@@ -264,14 +264,14 @@ def own_path(request, tmp_path):
 @pytest.fixture(params=[False, True], ids=["in memory", "streamed"])
 def read_own(request, own_path, processor, tmp_path):
     def read_with(columns):
-        data = read(
+        training_data = read(
             own_path,
             processor,
             columns=columns,
             streamed=request.param,
             image_folder=str(tmp_path),
         )
-        return list(islice(data.train, 2))
+        return list(islice(training_data.train, 2))
 
     return read_with
 
@@ -312,15 +312,15 @@ def test_a_mixture_takes_names_of_columns(processor, tmp_path):
         {"path": str(own_path), "columns": RENAMED},
         {"path": str(other_path)},
     ]
-    data = read(None, processor, datasets=datasets)
-    assert answers(data.train) == ["one", "A"]
+    training_data = read(None, processor, datasets=datasets)
+    assert answers(training_data.train) == ["one", "A"]
 
 
 def test_diagnosing_takes_names_of_columns(tmp_path):
     own_path = write_json(tmp_path, [{**OWN_ROWS[0], "path": "red.png"}])
-    (sample,) = load_samples(str(own_path), 1, columns="image=path,question=asked").samples
-    assert sample.question == "Q"
-    assert sample.image.getpixel((3, 3)) == RED
+    (shown_sample,) = load_samples(str(own_path), 1, columns="image=path,question=asked").samples
+    assert shown_sample.question == "Q"
+    assert shown_sample.image.getpixel((3, 3)) == RED
 
 
 WITHOUT_IMAGE = llava("Q", "A")
@@ -342,8 +342,8 @@ def test_align_without_an_image_is_an_error(processor, tmp_path, streamed):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_other_stages_need_no_image(processor, tmp_path, streamed):
     data_path = write_json(tmp_path, [WITHOUT_IMAGE])
-    rows = read(data_path, processor, streamed=streamed).train
-    assert len(list(islice(rows, 1))) == 1
+    train_rows = read(data_path, processor, streamed=streamed).train
+    assert len(list(islice(train_rows, 1))) == 1
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -383,10 +383,10 @@ def prepare_open(request, processor):
     """Prepares rows of a data set that is open."""
 
     def prepare(rows, **options):
-        data = Dataset.from_list(rows)
+        dataset = Dataset.from_list(rows)
         if request.param:
-            data = data.to_iterable_dataset()
-        return prepare_rows(data, Checks(processor), name="mine", **options)
+            dataset = dataset.to_iterable_dataset()
+        return prepare_rows(dataset, Checks(processor), name="mine", **options)
 
     return prepare
 
@@ -410,9 +410,13 @@ def test_open_data_are_prepared(prepare_open, rows, options):
 
 
 def test_what_was_changed_in_open_data_is_reported(processor, caplog):
-    messages = [assistant("Hello."), user("Q"), assistant("A")]
-    data = Dataset.from_list([{"messages": messages}])
-    prepare_rows(data, Checks(processor), name="mine")
+    messages = [
+        assistant("Hello."),
+        user("Q"),
+        assistant("A"),
+    ]
+    dataset = Dataset.from_list([{"messages": messages}])
+    prepare_rows(dataset, Checks(processor), name="mine")
     assert "mine: note: a leading assistant turn is left out (1 row)" in caplog.text
 
 
@@ -448,7 +452,7 @@ def test_what_looks_like_an_image_in_some_rows_is_a_warning(
     unread, streamed, processor, tmp_path, caplog
 ):
     file_name = f"{streamed}.json"  # A warning is given once for each data set.
-    rows = [UNREAD[unread], WITH_IMAGE, llava("Q", "B")]
-    data_path = write_json(tmp_path, rows, file_name)
+    raw_rows = [UNREAD[unread], WITH_IMAGE, llava("Q", "B")]
+    data_path = write_json(tmp_path, raw_rows, file_name)
     list(islice(read(data_path, processor, streamed=streamed).train, 3))
     assert f"{file_name}: what looks like an image is not read: {unread}" in caplog.text

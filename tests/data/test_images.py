@@ -44,18 +44,25 @@ def pixels(image: dict) -> np.ndarray:
     return np.asarray(decoded)
 
 
-@pytest.mark.parametrize("colour", [(255, 0, 0, 0), (0, 0, 255, 255), (255, 0, 0, 51)])
+@pytest.mark.parametrize(
+    "colour",
+    [
+        (255, 0, 0, 0),
+        (0, 0, 255, 255),
+        (255, 0, 0, 51),
+    ],
+)
 def test_a_transparent_colour_is_mixed_with_white(colour):
     *channels, opacity = colour
     expected = [round(channel * opacity / 255 + 255 - opacity) for channel in channels]
-    shown = pixels(encode(Image.new("RGBA", (2, 2), colour)))
-    difference = abs(shown - np.array(expected, float))
+    shown_pixels = pixels(encode(Image.new("RGBA", (2, 2), colour)))
+    difference = abs(shown_pixels - np.array(expected, float))
     assert difference.max() <= 1
 
 
 def test_a_transparent_grey_becomes_white():
-    shown = pixels(encode(Image.new("LA", (2, 2), (10, 0))))
-    assert (shown == 255).all()
+    shown_pixels = pixels(encode(Image.new("LA", (2, 2), (10, 0))))
+    assert (shown_pixels == 255).all()
 
 
 def test_a_transparent_colour_of_a_palette_becomes_white():
@@ -69,9 +76,9 @@ def test_a_transparent_colour_of_a_palette_becomes_white():
 
 
 def test_a_colour_that_is_marked_as_transparent_becomes_white():
-    red = Image.new("RGB", (1, 1), "red")
-    shown = pixels(encode(red, transparency=(255, 0, 0)))
-    assert (shown == 255).all()
+    red_image = Image.new("RGB", (1, 1), "red")
+    shown_pixels = pixels(encode(red_image, transparency=(255, 0, 0)))
+    assert (shown_pixels == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -110,9 +117,9 @@ def test_colours_of_sixteen_bits_give_the_higher_byte(colour, expected):
 def blobs(width: int, height: int, mode="RGB") -> Image.Image:
     """Soft blobs, so that neighbours tell one scale of decoding from another."""
     small_shape = (height // 16, width // 16, 3)
-    noise = np.random.default_rng(0).integers(0, 256, small_shape, np.uint8)
-    small = Image.fromarray(noise)
-    return small.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    random_pixels = np.random.default_rng(0).integers(0, 256, small_shape, np.uint8)
+    small_image = Image.fromarray(random_pixels)
+    return small_image.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
 @pytest.mark.parametrize(("image_format", "mode"), [("JPEG", "CMYK"), ("BMP", "P")])
@@ -128,7 +135,14 @@ def test_a_gigantic_image_is_made_smaller(image_format, mode):
 
 
 @pytest.mark.parametrize(
-    "size", [(1000, 8200), (8200, 1000), (4095, 5000), (20_000, 150), (400, 2)]
+    "size",
+    [
+        (1000, 8200),
+        (8200, 1000),
+        (4095, 5000),
+        (20_000, 150),
+        (400, 2),
+    ],
 )
 def test_an_image_with_a_short_side_keeps_its_size(size):
     decoded = decode_image(encode(Image.new("L", size), "PNG"))
@@ -140,8 +154,8 @@ def test_exif_turns_the_image():
     red_and_blue.putpixel((1, 0), (0, 0, 255))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
-    shown = pixels(encode(red_and_blue, exif=exif))
-    assert shown.tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
+    shown_pixels = pixels(encode(red_and_blue, exif=exif))
+    assert shown_pixels.tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
@@ -205,8 +219,8 @@ def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
 @pytest.fixture
 def folders_of_similar_names(tmp_path):
     """The folders images and images-private, each with x.png. Returns the first."""
-    for name in ("images", "images-private"):
-        folder = tmp_path / name
+    for file_name in ("images", "images-private"):
+        folder = tmp_path / file_name
         folder.mkdir()
         (folder / "x.png").write_bytes(image_bytes())
     return tmp_path / "images"
@@ -223,8 +237,8 @@ def test_a_folder_whose_name_begins_alike_is_another(folders_of_similar_names, t
 
 def test_a_link_to_another_folder_leaves_the_image_folder(folders_of_similar_names, tmp_path):
     rules = ImageRules(str(folders_of_similar_names))
-    link = folders_of_similar_names / "link.png"
-    link.symlink_to(tmp_path / "images-private" / "x.png")
+    link_path = folders_of_similar_names / "link.png"
+    link_path.symlink_to(tmp_path / "images-private" / "x.png")
     with pytest.raises(ValueError, match="link that leaves image_folder"):
         rules.check_file(rules.image("link.png")["path"])
 
@@ -236,9 +250,9 @@ def test_links_are_followed_in_the_folder(tmp_path):
     (folder / "inner.png").symlink_to(folder / "real.png")
     ImageRules(str(folder)).check_file(str(folder / "inner.png"))
 
-    alias = tmp_path / "alias"
-    alias.symlink_to(folder)
-    ImageRules(str(alias)).check_file(str(alias / "real.png"))
+    alias_folder = tmp_path / "alias"
+    alias_folder.symlink_to(folder)
+    ImageRules(str(alias_folder)).check_file(str(alias_folder / "real.png"))
 
     with pytest.raises(ValueError, match="there is no such image; copy it"):
         ImageRules(str(folder)).check_file(str(folder))
@@ -288,12 +302,12 @@ class PathsOfRows:
     def __init__(self, folder):
         self.rules = ImageRules(str(folder))
         self.names = [*LINKED_NAMES, str(folder / "plain.png")]
-        self.by_name = {name: self.rules.image(name)["path"] for name in self.names}
+        self.by_name = {file_name: self.rules.image(file_name)["path"] for file_name in self.names}
         outside = folder.with_name("images-private") / "plain.png"
         self.rows = [
             *([image_path] for image_path in self.by_name.values()),
             [],
-            [self.by_name[name] for name in ("plain.png", "leaves.png", "broken.png")],
+            [self.by_name[file_name] for file_name in ("plain.png", "leaves.png", "broken.png")],
             [str(outside)],
         ]
 
@@ -338,8 +352,8 @@ def test_plain_files_of_listed_folders_are_not_looked_at(paths_of_rows, monkeypa
     row_count = len(paths_of_rows.rows)
     unopened_image_problems(paths_of_rows.read, row_count, paths_of_rows.rules)
     assert looked_at
-    for name in ("plain.png", "sub/plain.png", "inside/plain.png"):
-        assert paths_of_rows.by_name[name] not in looked_at
+    for file_name in ("plain.png", "sub/plain.png", "inside/plain.png"):
+        assert paths_of_rows.by_name[file_name] not in looked_at
 
 
 def test_files_may_be_anywhere_without_an_image_folder(paths_of_rows, linked_folder, monkeypatch):
@@ -358,8 +372,8 @@ KNOWN_FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF"]
 @pytest.mark.parametrize("image_format", KNOWN_FORMATS)
 def test_an_image_of_a_known_format_is_decoded(image_format):
     decoded = decode_image(inside(image_bytes("red", form=image_format)))
-    red, green, blue = decoded.getpixel((3, 3))
-    assert red > 240
+    red_image, green, blue = decoded.getpixel((3, 3))
+    assert red_image > 240
     assert green < 15
     assert blue < 15
 
@@ -367,7 +381,7 @@ def test_an_image_of_a_known_format_is_decoded(image_format):
 def test_the_formats_and_suffixes_of_images():
     assert set(FORMATS) == set(KNOWN_FORMATS)
     names = "png jpg jpeg jfif webp gif bmp ppm tif tiff avif"
-    assert sorted(SUFFIXES) == sorted(f".{name}" for name in names.split())
+    assert sorted(SUFFIXES) == sorted(f".{file_name}" for file_name in names.split())
 
 
 IN_BASE64 = {
@@ -382,13 +396,13 @@ def test_an_image_may_be_only_its_base64_in_one_line_or_several(image_format):
     content = IN_BASE64[image_format]
     one_line = base64.b64encode(content).decode()
     short_lines = [one_line[start : start + 16] for start in range(0, len(one_line), 16)]
-    for text in (
+    for encoded_text in (
         one_line,
         base64.encodebytes(content).decode(),
         f"data:image/any;base64,{one_line}",
         "\n".join(short_lines),
     ):
-        assert RULES.image(text) == inside(content)
+        assert RULES.image(encoded_text) == inside(content)
 
 
 BASE64 = base64.b64encode(image_bytes()).decode()
@@ -407,8 +421,8 @@ def test_an_address_of_broken_base64_is_not_an_image(text):
 
 
 def test_a_path_may_have_only_letters_of_base64():
-    name = f"{BASE64[:101]}.png"
-    assert RULES.image(name)["path"] == f"/images/{name}"
+    file_name = f"{BASE64[:101]}.png"
+    assert RULES.image(file_name)["path"] == f"/images/{file_name}"
 
 
 @pytest.mark.parametrize(
@@ -495,22 +509,22 @@ def test_a_path_may_be_an_image_in_base64():
 def test_the_first_image_that_is_bad_is_named(tmp_path):
     (tmp_path / "a.png").write_bytes(image_bytes())
     rules = ImageRules(str(tmp_path))
-    good = rules.image("a.png")
-    missing = rules.image("none.png")
+    good_image = rules.image("a.png")
+    missing_image = rules.image("none.png")
     also_missing = rules.image("other.png")
 
-    image_path, reason = image_problem([good, missing, also_missing], rules)
-    assert image_path == missing["path"]
+    image_path, reason = image_problem([good_image, missing_image, also_missing], rules)
+    assert image_path == missing_image["path"]
     assert "none.png: there is no such image" in reason
-    assert image_problem([good], rules) is None
+    assert image_problem([good_image], rules) is None
 
 
 def test_an_image_inside_a_row_has_no_path_in_its_problem(tmp_path):
     rules = ImageRules(str(tmp_path))
-    broken = inside(b"x")
-    image_path, _ = image_problem([broken, rules.image("none.png")], rules)
+    broken_image = inside(b"x")
+    image_path, _ = image_problem([broken_image, rules.image("none.png")], rules)
     assert image_path is None
-    assert image_problem([broken], rules, decode=False) is None
+    assert image_problem([broken_image], rules, decode=False) is None
 
 
 def test_an_error_of_a_decoder_without_words_is_named_by_its_kind(monkeypatch):

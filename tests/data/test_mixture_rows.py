@@ -31,10 +31,10 @@ def test_the_largest_mixture_of_fractions(row_counts, repeats, fractions, expect
 
 
 def test_rows_are_drawn_as_often_as_each_other_but_for_a_rest():
-    drawn = mixtures._drawn_rows(5, 12, [0, 1])
-    assert drawn == sorted(drawn)
-    assert len(drawn) == 12
-    times_each = [drawn.count(number) for number in range(5)]
+    drawn_rows = mixtures._drawn_rows(5, 12, [0, 1])
+    assert drawn_rows == sorted(drawn_rows)
+    assert len(drawn_rows) == 12
+    times_each = [drawn_rows.count(number) for number in range(5)]
     assert sorted(times_each) == [2, 2, 2, 3, 3]
 
 
@@ -43,16 +43,16 @@ def test_each_row_is_drawn_once_if_as_many_are_drawn():
 
 
 def test_the_same_rows_are_drawn_again():
-    drawn = mixtures._drawn_rows(100, 50, [3, 1])
-    assert len(set(drawn)) == 50
-    assert mixtures._drawn_rows(100, 50, [3, 1]) == drawn
+    drawn_rows = mixtures._drawn_rows(100, 50, [3, 1])
+    assert len(set(drawn_rows)) == 50
+    assert mixtures._drawn_rows(100, 50, [3, 1]) == drawn_rows
 
 
 def test_what_is_drawn_differs_between_seeds_and_data_sets(processor, tmp_path):
     datasets = []
     for name, row_count in (("a", 30), ("b", 30), ("c", 10)):
-        rows = [llava("Q", f"{name}{number}") for number in range(row_count)]
-        data_path = write_json(tmp_path / name, rows)
+        raw_rows = [llava("Q", f"{name}{number}") for number in range(row_count)]
+        data_path = write_json(tmp_path / name, raw_rows)
         datasets.append({"path": str(data_path), "fraction": 1})
 
     def draw(seed):
@@ -102,25 +102,25 @@ def test_nothing_is_reported_where_all_rows_are_used(row_counts, repeats, fracti
 
 
 def test_rows_that_are_left_out_are_reported_with_what_uses_all():
-    report = report_of_unused_rows([1, 15], [1, 1], [0.1, 0.9])
-    assert re.findall(r"repeat: (\d+) for (\S+),", report) == [("2", "0.json")]
-    assert "each" not in report
-    assert "mixture has 10 rows" in report
-    assert "of the 15 rows of 1.json" in report
-    assert "of the 1 rows" not in report
+    message = report_of_unused_rows([1, 15], [1, 1], [0.1, 0.9])
+    assert re.findall(r"repeat: (\d+) for (\S+),", message) == [("2", "0.json")]
+    assert "each" not in message
+    assert "mixture has 10 rows" in message
+    assert "of the 15 rows of 1.json" in message
+    assert "of the 1 rows" not in message
 
 
 def test_a_rounding_error_proposes_no_more_repeats():
     """The second data set is 30.000000000000004 rows of all."""
-    report = report_of_unused_rows([1, 30], [1, 1], [0.1, 0.9])
-    assert re.findall(r"repeat: (\d+) for (\S+),", report) == [("4", "0.json")]
+    message = report_of_unused_rows([1, 30], [1, 1], [0.1, 0.9])
+    assert re.findall(r"repeat: (\d+) for (\S+),", message) == [("4", "0.json")]
 
 
 def test_repeats_are_in_the_report_of_rows_that_are_left_out():
-    report = report_of_unused_rows([10, 100], [3, 1], [0.25, 0.75])
-    assert "fraction 0.25 of the mixture is 10 rows of 0.json, each 3 times" in report
-    assert "10 of the 100 rows of 1.json" in report
-    assert "repeat: 4 for 0.json" in report
+    message = report_of_unused_rows([10, 100], [3, 1], [0.25, 0.75])
+    assert "fraction 0.25 of the mixture is 10 rows of 0.json, each 3 times" in message
+    assert "10 of the 100 rows of 1.json" in message
+    assert "repeat: 4 for 0.json" in message
 
 
 def places(table) -> list[tuple[int, int]]:
@@ -132,17 +132,17 @@ def test_copies_of_a_row_are_held_out_together_and_as_the_seed_says():
         "part": [0, 1, 1, 2, 2, 3],
         "index": [0, 0, 0, 0, 1, 1],
     }
-    table = Dataset.from_dict(columns)
+    whole_table = Dataset.from_dict(columns)
     held_out_by_seed = []
     for seed in range(8):
-        train_table, eval_table = mixtures._split(table, 0.4, seed)
+        train_table, eval_table = mixtures._split(whole_table, 0.4, seed)
         held_out = places(eval_table)
         assert len(held_out) == 2  # of five rows
         assert len(set(held_out)) == 2
-        expected = [place for place in places(table) if place not in held_out]
+        expected = [place for place in places(whole_table) if place not in held_out]
         assert sorted(places(train_table)) == expected
 
-        _, again = mixtures._split(table, 0.4, seed)
+        _, again = mixtures._split(whole_table, 0.4, seed)
         assert again[:] == eval_table[:]
         held_out_by_seed.append(tuple(held_out))
     assert len(set(held_out_by_seed)) > 1
@@ -160,22 +160,32 @@ def test_a_data_set_that_is_held_out_whole_is_not_used(processor, tmp_path):
         "test_split_size": 0.25,
         "seed": seed,
     }
-    data = read(None, processor, datasets=datasets, **options)
-    assert answers(data.eval) == ["b0"]
-    assert [report.used for report in data.report.sources] == [3, 0, 1]
+    training_data = read(None, processor, datasets=datasets, **options)
+    assert answers(training_data.eval) == ["b0"]
+    assert [source_report.used for source_report in training_data.report.sources] == [3, 0, 1]
 
 
 def seed_that_holds_out_the_last_row() -> int:
     """Of three rows of one data set and one of another."""
-    table = Dataset.from_dict({"part": [0, 0, 0, 1], "index": [0, 1, 2, 0]})
+    whole_table = Dataset.from_dict({"part": [0, 0, 0, 1], "index": [0, 1, 2, 0]})
     for seed in range(50):
-        _, eval_table = mixtures._split(table, 0.25, seed)
+        _, eval_table = mixtures._split(whole_table, 0.25, seed)
         if eval_table["part"][0] == 1:
             return seed
     raise AssertionError("no seed of 50 holds the last row out")
 
 
-@pytest.mark.parametrize("wrong", [0, -1, float("inf"), float("nan"), "half", None])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        0,
+        -1,
+        float("inf"),
+        float("nan"),
+        "half",
+        None,
+    ],
+)
 def test_fractions_are_numbers_above_0_of_all_data_sets(wrong):
     sources = [DataSource("a", fraction=1), DataSource("b", fraction=wrong)]
     with pytest.raises(ValueError, match="Give all data sets a fraction, a number above 0"):
@@ -209,48 +219,50 @@ def test_a_stream_warns_that_it_takes_turns_where_it_does(caplog, names, fractio
 
 def test_a_stream_whose_rows_are_too_long_ends_after_many_in_a_row(caplog, monkeypatch):
     monkeypatch.setattr(mixtures, "MANY_ROWS", 2)
-    keeps = ShortRows("mine", Checks(None, max_length=3))
-    long = {
+    keeps_row = ShortRows("mine", Checks(None, max_length=3))
+    long_row = {
         "source": "a",
         "row": 0,
         "length": 4,
     }
-    short = {
+    short_row = {
         "source": "a",
         "row": 0,
         "length": 3,
     }
 
-    assert not keeps(long)
-    assert not keeps(long)
-    assert keeps(short)
-    assert not keeps(long)
-    assert not keeps(long)
+    assert not keeps_row(long_row)
+    assert not keeps_row(long_row)
+    assert keeps_row(short_row)
+    assert not keeps_row(long_row)
+    assert not keeps_row(long_row)
     assert "mine: rows longer than 3 tokens are dropped" in caplog.text
     with pytest.raises(ValueError, match="mine: no row is left"):
-        keeps(long)
+        keeps_row(long_row)
 
 
 def test_a_row_that_is_dropped_of_data_in_memory_is_reported(processor, caplog):
-    short = {"question": "Q", "answer": "A"}
-    long = {"question": "Q", "answer": "A" * 99}
-    prepare_rows(Dataset.from_list([short, long]), Checks(processor, max_length=99), name="mine")
+    short_row = {"question": "Q", "answer": "A"}
+    long_row = {"question": "Q", "answer": "A" * 99}
+    prepare_rows(
+        Dataset.from_list([short_row, long_row]), Checks(processor, max_length=99), name="mine"
+    )
     assert "mine: 1 of 2 rows dropped. First: mine, row 1: " in caplog.text
 
 
 def test_nothing_is_reported_where_no_row_is_dropped(processor, caplog):
-    short = {"question": "Q", "answer": "A"}
-    prepare_rows(Dataset.from_list([short]), Checks(processor, max_length=99), name="mine")
+    short_row = {"question": "Q", "answer": "A"}
+    prepare_rows(Dataset.from_list([short_row]), Checks(processor, max_length=99), name="mine")
     assert "dropped" not in caplog.text
 
 
 def test_prepared_rows_of_any_length_are_kept_without_a_limit(processor):
-    rows = Dataset.from_list([{"question": "Q", "answer": "A" * 5000}])
-    prepared, _ = prepare_rows(rows, Checks(processor))
-    prepared_again, report = prepare_rows(prepared, Checks(processor))
+    raw_rows = Dataset.from_list([{"question": "Q", "answer": "A" * 5000}])
+    prepared_rows, _ = prepare_rows(raw_rows, Checks(processor))
+    prepared_again, source_report = prepare_rows(prepared_rows, Checks(processor))
     assert len(prepared_again) == 1
-    assert report.valid == 1
-    assert report.dropped == []
+    assert source_report.valid == 1
+    assert source_report.dropped == []
 
 
 def test_files_are_read_by_as_many_processes_as_check_rows(processor, tmp_path, monkeypatch):
@@ -284,8 +296,8 @@ def test_columns_of_a_stream_that_are_not_read_are_reported(processor, tmp_path,
         "query": "x",
         "score": 3,
     }
-    opened = Source("mine", ImageRules(), Dataset.from_list([sample_row]))
-    assert len(list(valid_rows(opened, Checks(processor)))) == 1
+    opened_source = Source("mine", ImageRules(), Dataset.from_list([sample_row]))
+    assert len(list(valid_rows(opened_source, Checks(processor)))) == 1
     messages = [record.message for record in caplog.records]
     assert messages == [
         "mine: what looks like an image is not read: column photo.",
@@ -295,13 +307,13 @@ def test_columns_of_a_stream_that_are_not_read_are_reported(processor, tmp_path,
 
 def test_of_a_stream_with_many_rows_the_share_is_of_those_that_came(processor, monkeypatch):
     monkeypatch.setattr(streams, "MANY_ROWS", 20)
-    rows = [{"question": "Q", "answer": "A"} for _ in range(60)]
+    raw_rows = [{"question": "Q", "answer": "A"} for _ in range(60)]
     for number in (50, 51, 52):
-        rows[number]["answer"] = ""
-    stream = Dataset.from_list(rows).to_iterable_dataset()
-    opened = Source("mine", ImageRules(), stream)
+        raw_rows[number]["answer"] = ""
+    row_stream = Dataset.from_list(raw_rows).to_iterable_dataset()
+    opened_source = Source("mine", ImageRules(), row_stream)
 
-    kept = list(valid_rows(opened, Checks(processor, bad_rows=0.06)))
-    assert len(kept) == 57
+    kept_rows = list(valid_rows(opened_source, Checks(processor, bad_rows=0.06)))
+    assert len(kept_rows) == 57
     with pytest.raises(ValueError, match="These are 3 of 53 rows"):
-        list(valid_rows(opened, Checks(processor, bad_rows=0.05)))
+        list(valid_rows(opened_source, Checks(processor, bad_rows=0.05)))

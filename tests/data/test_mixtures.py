@@ -41,21 +41,22 @@ MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."
 @pytest.mark.parametrize("given", ["llava/data.JSONL", "llava"])
 def test_llava_json_may_have_ids_of_several_types_and_rows_without_images(tmp_path, given):
     data_path = write_json(tmp_path / "llava", mixed_rows(), "data.JSONL")
-    rows = read_both_ways(tmp_path / given)
+    parsed_rows = read_both_ways(tmp_path / given)
 
-    assert answers(rows) == MIXED
-    assert [row["image_count"] for row in rows] == [1, 0, 2, 1, 0]
-    assert [row["source"] for row in rows] == [str(data_path)] * 5
-    assert [row["row"] for row in rows] == [0, 1, 2, 3, 4]
-    assert rows[3]["images"] == [{"path": str(tmp_path / "llava/sub/blue.png"), "bytes": None}]
+    assert answers(parsed_rows) == MIXED
+    assert [row["image_count"] for row in parsed_rows] == [1, 0, 2, 1, 0]
+    assert [row["source"] for row in parsed_rows] == [str(data_path)] * 5
+    assert [row["row"] for row in parsed_rows] == [0, 1, 2, 3, 4]
+    expected_image = {"path": str(tmp_path / "llava/sub/blue.png"), "bytes": None}
+    assert parsed_rows[3]["images"] == [expected_image]
 
 
 def test_a_file_named_test_is_held_out(load, tmp_path):
     data_path = write_json(tmp_path / "llava", mixed_rows(), "data.JSONL")
     write_json(data_path.parent, mixed_rows()[:1], "llava_test.jsonl")
-    data = load(data_path.parent, with_eval=True)
-    assert answers(data.train) == MIXED
-    assert answers(data.eval) == MIXED[:1]
+    training_data = load(data_path.parent, with_eval=True)
+    assert answers(training_data.train) == MIXED
+    assert answers(training_data.eval) == MIXED[:1]
 
 
 def test_a_named_file_is_held_out_whole(load, tmp_path):
@@ -67,9 +68,9 @@ def test_a_named_file_is_held_out_whole(load, tmp_path):
     assert answers(trained_on_itself.eval) == MIXED[:1]
 
     # test_split_size then holds nothing out of training.
-    data = load(data_path, **held_out, test_split_size=0.4)
-    assert answers(data.train) == MIXED
-    assert answers(data.eval) == MIXED[:1]
+    training_data = load(data_path, **held_out, test_split_size=0.4)
+    assert answers(training_data.train) == MIXED
+    assert answers(training_data.eval) == MIXED[:1]
 
 
 def test_an_image_inside_is_not_taken_from_a_file_of_its_name(tmp_path, monkeypatch):
@@ -94,22 +95,22 @@ def test_rows_that_are_too_long_are_dropped_and_none_is_truncated(load, tmp_path
     data_path = write_json(tmp_path, mixed_rows())
     # Two rows are at or above it, one of them exactly.
     max_length = sorted(load(data_path).train["length"][:])[3]
-    data = load(data_path, max_length=max_length)
-    (source,) = data.report.sources
+    training_data = load(data_path, max_length=max_length)
+    (source_report,) = training_data.report.sources
 
-    assert source.found == 5
-    assert source.bad == 0
-    assert source.too_long == 1
-    assert source.valid == 4
-    assert source.used == 4
-    assert source.images == 2
-    assert source.text_only == 2
-    assert source.longest == max_length
-    lengths = data.train["length"][:]
-    assert source.shortest == min(lengths)
-    assert source.median == np.median(lengths)
+    assert source_report.found == 5
+    assert source_report.bad == 0
+    assert source_report.too_long == 1
+    assert source_report.valid == 4
+    assert source_report.used == 4
+    assert source_report.images == 2
+    assert source_report.text_only == 2
+    assert source_report.longest == max_length
+    lengths = training_data.train["length"][:]
+    assert source_report.shortest == min(lengths)
+    assert source_report.median == np.median(lengths)
 
-    (dropped,) = source.dropped
+    (dropped,) = source_report.dropped
     assert dropped.row == 2
     assert dropped.file == "red.png"
     assert dropped.tokens == 75
@@ -163,41 +164,41 @@ def test_bad_rows_stop_a_run_with_row_file_and_reason(load, tmp_path):
 
 def test_bad_rows_are_skipped_and_counted(load, tmp_path):
     data_path = train_data.bad_rows(tmp_path / "data")
-    (source,) = load(
+    (source_report,) = load(
         data_path,
         bad_rows="skip",
         max_length=60,
     ).report.sources
-    assert source.found == 10
-    assert source.bad == 5
-    assert source.too_long == 2
-    assert source.valid == 3
-    assert [dropped.row for dropped in source.dropped] == [*REASONS, 5, 7]
-    assert source.dropped[1].file == str(tmp_path / "data" / "none.png")
+    assert source_report.found == 10
+    assert source_report.bad == 5
+    assert source_report.too_long == 2
+    assert source_report.valid == 3
+    assert [dropped.row for dropped in source_report.dropped] == [*REASONS, 5, 7]
+    assert source_report.dropped[1].file == str(tmp_path / "data" / "none.png")
 
 
 def test_a_skipped_row_is_recorded_once_however_often_it_is_read(load, tmp_path, dropped_rows):
     data_path = train_data.bad_rows(tmp_path / "data")
-    options = {
+    load_options = {
         "bad_rows": "skip",
         "dropped_rows": dropped_rows,
         "max_length": 60,
     }
-    rows = read_both_ways(data_path, **options)
-    assert answers(rows) == MIXED[:3]
-    assert [row["row"] for row in rows] == [0, 4, 6]
+    parsed_rows = read_both_ways(data_path, **load_options)
+    assert answers(parsed_rows) == MIXED[:3]
+    assert [row["row"] for row in parsed_rows] == [0, 4, 6]
 
-    stream = load(data_path, streamed=True, **options)
-    into_a_third_pass = list(islice(stream.train, 7))
+    train_stream = load(data_path, streamed=True, **load_options)
+    into_a_third_pass = list(islice(train_stream.train, 7))
     assert len(into_a_third_pass) == 7
-    assert stream.report.sources[0].found is None
+    assert train_stream.report.sources[0].found is None
 
-    (source,) = load(
+    (source_report,) = load(
         data_path,
         bad_rows="skip",
         max_length=60,
     ).report.sources
-    expected = sorted(source.dropped, key=lambda dropped: dropped.row)
+    expected = sorted(source_report.dropped, key=lambda dropped: dropped.row)
     assert dropped_rows.read() == expected
 
 
@@ -229,10 +230,10 @@ def write_with_broken_images(
     broken=TRUNCATED,
 ):
     """Writes data in which the images of `broken_rows` cannot be decoded."""
-    rows = []
+    raw_rows = []
     contents = []
     for number in range(row_count):
-        rows.append(llava("<image>Q", f"{number}", f"{number}.jpg"))
+        raw_rows.append(llava("<image>Q", f"{number}", f"{number}.jpg"))
         if number in broken_rows:
             contents.append(broken)
         else:
@@ -241,26 +242,26 @@ def write_with_broken_images(
     if data_format == "shard":
         files = {}
         for number in range(row_count):
-            files[f"{number}.json"] = rows[number]
+            files[f"{number}.json"] = raw_rows[number]
             files[f"{number}.jpg"] = contents[number]
         return write_shard(folder / "a.tar", files)
 
     if data_format == "parquet":
-        for row, content in zip(rows, contents, strict=True):
+        for row, content in zip(raw_rows, contents, strict=True):
             row["image"] = {"bytes": content, "path": None}
-        return train_data.write_parquet(folder / "data.parquet", rows)
+        return train_data.write_parquet(folder / "data.parquet", raw_rows)
 
     folder.mkdir()
     for number, content in enumerate(contents):
         (folder / f"{number}.jpg").write_bytes(content)
-    return write_json(folder, rows)
+    return write_json(folder, raw_rows)
 
 
 @pytest.mark.parametrize("data_format", ["json", "shard", "parquet"])
 def test_images_that_cannot_be_decoded_are_skipped_within_the_share(load, tmp_path, data_format):
     data_path = write_with_broken_images(tmp_path / "one", data_format, 20, {7})
-    (report,) = load(data_path, bad_rows=0.1).report.sources
-    assert [dropped.row for dropped in report.dropped] == [7]
+    (source_report,) = load(data_path, bad_rows=0.1).report.sources
+    assert [dropped.row for dropped in source_report.dropped] == [7]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -333,13 +334,13 @@ def test_files_outside_the_sample_are_looked_for_and_opened_if_asked(
     data_path = write_with_broken_images(tmp_path / "unseen", "json", 300, broken_rows)
     (data_path.parent / f"{min(broken_rows)}.jpg").unlink()
 
-    (report,) = load(
+    (source_report,) = load(
         data_path,
         bad_rows=0.05,
         check_images=check_images,
     ).report.sources
-    assert report.bad == bad_count
-    assert report.skippable == 15 - bad_count
+    assert source_report.bad == bad_count
+    assert source_report.skippable == 15 - bad_count
 
 
 def write_with_3_broken_in_the_sample(folder, sample):
@@ -360,9 +361,9 @@ def test_a_sample_is_opened_or_all_if_many_may_be_bad(
     load, tmp_path, sample_of_100, share, bad_count, skippable_count
 ):
     data_path = write_with_3_broken_in_the_sample(tmp_path, sample_of_100)
-    (report,) = load(data_path, bad_rows=share).report.sources
-    assert report.bad == bad_count
-    assert report.skippable == skippable_count
+    (source_report,) = load(data_path, bad_rows=share).report.sources
+    assert source_report.bad == bad_count
+    assert source_report.skippable == skippable_count
 
 
 @pytest.mark.parametrize("share", ["stop", 0.04])
@@ -382,8 +383,8 @@ def test_files_are_looked_for_of_the_rows_whose_images_are_not_opened(load, tmp_
     for number in missing:
         (data_path.parent / f"{number}.jpg").unlink()
 
-    (report,) = load(data_path, bad_rows="skip").report.sources
-    assert [dropped.row for dropped in report.dropped] == missing
+    (source_report,) = load(data_path, bad_rows="skip").report.sources
+    assert [dropped.row for dropped in source_report.dropped] == missing
 
     # All are opened, since none may be bad.
     with pytest.raises(ValueError, match=f"row {not_opened[1]}: .* truncated"):
@@ -393,14 +394,14 @@ def test_files_are_looked_for_of_the_rows_whose_images_are_not_opened(load, tmp_
 def test_a_stream_may_have_a_share_of_bad_rows_as_if_it_had_10_000(load, tmp_path):
     broken_rows = set(range(0, 120, 10))
     data_path = write_with_broken_images(tmp_path / "some", "json", 120, broken_rows)
-    data = load(
+    training_data = load(
         data_path,
         with_eval=True,
         eval_dataset_name=str(data_path),
         bad_rows=0.05,
         streamed=True,
     )
-    assert [report.skippable for report in data.report.sources] == [500, 500]
+    assert [source_report.skippable for source_report in training_data.report.sources] == [500, 500]
 
 
 @pytest.mark.parametrize("part", ["trained", "held-out"])
@@ -424,16 +425,16 @@ def test_the_first_rows_of_a_stream_must_keep_the_share(load, tmp_path, part):
 
 def test_a_late_image_of_a_stream_is_opened_when_it_is_used(load, tmp_path):
     data_path = write_with_broken_images(tmp_path / "late", "json", 103, {102})
-    stream = load(data_path, streamed=True).train
-    assert answers(islice(stream, 103))[-1] == "102"
+    train_stream = load(data_path, streamed=True).train
+    assert answers(islice(train_stream, 103))[-1] == "102"
 
 
 def test_all_rows_of_a_stream_must_keep_the_share_when_it_ends(load, tmp_path):
-    rows = [llava("Q", f"{number}") for number in range(120)]
+    raw_rows = [llava("Q", f"{number}") for number in range(120)]
     for number in (110, 115):
-        rows[number] = llava("Q", "")
-    data_path = write_json(tmp_path, rows)
-    stream = iter(
+        raw_rows[number] = llava("Q", "")
+    data_path = write_json(tmp_path, raw_rows)
+    train_stream = iter(
         load(
             data_path,
             bad_rows=0.01,
@@ -442,17 +443,17 @@ def test_all_rows_of_a_stream_must_keep_the_share_when_it_ends(load, tmp_path):
     )
 
     # Of 10,000 rows, two might be bad.
-    assert answers(islice(stream, 117))[-1] == "118"
+    assert answers(islice(train_stream, 117))[-1] == "118"
     with pytest.raises(ValueError, match=r"row 110: .*\(2 rows\)\nThese are 2 of 120 rows"):
-        list(stream)
+        list(train_stream)
 
 
 def write_sources(folder, fraction=None, **row_counts) -> list[dict]:
     """Returns a source for each name, with answers such as `a0`, `a1`, and the same fraction."""
     sources = []
-    for name, row_count in row_counts.items():
-        rows = [llava("Q", f"{name}{number}") for number in range(row_count)]
-        data_path = write_json(folder / name, rows)
+    for source_name, row_count in row_counts.items():
+        raw_rows = [llava("Q", f"{source_name}{number}") for number in range(row_count)]
+        data_path = write_json(folder / source_name, raw_rows)
         sources.append({"path": str(data_path), "fraction": fraction})
     return sources
 
@@ -463,63 +464,64 @@ def numbered(name, *bounds) -> list[str]:
 
 
 def test_a_streamed_mixture_never_ends(load, tmp_path):
-    small, large = write_sources(
+    small_source, large_source = write_sources(
         tmp_path,
         a=2,
         b=200,
     )
-    stream = load(datasets=[small, large], streamed=True).train
+    train_stream = load(datasets=[small_source, large_source], streamed=True).train
     in_turn = ["a0", "b0", "a1", "b1", *numbered("b", 2, 200)]
-    assert answers(islice(stream, 404)) == 2 * in_turn
+    assert answers(islice(train_stream, 404)) == 2 * in_turn
 
 
 def test_a_source_of_a_stream_is_repeated(load, tmp_path):
-    small, large = write_sources(
+    small_source, large_source = write_sources(
         tmp_path,
         a=2,
         b=200,
     )
-    stream = load(datasets=[small | {"repeat": 2}, large], streamed=True).train
+    train_stream = load(datasets=[small_source | {"repeat": 2}, large_source], streamed=True).train
     in_turn = ["a0", "b0", "a1", "b1", "a0", "b2", "a1", "b3", *numbered("b", 4, 200)]
-    assert answers(islice(stream, 206)) == [*in_turn, "a0", "b0"]
+    assert answers(islice(train_stream, 206)) == [*in_turn, "a0", "b0"]
 
 
 def test_a_source_of_a_stream_with_a_fraction_has_no_repeat(load, tmp_path):
-    small, large = write_sources(
+    small_source, large_source = write_sources(
         tmp_path,
         1,
         a=2,
         b=200,
     )
     with pytest.raises(ValueError, match="Leave repeat of .*a/data.json out"):
-        load(datasets=[small | {"repeat": 2}, large], streamed=True)
+        load(datasets=[small_source | {"repeat": 2}, large_source], streamed=True)
 
 
 def test_a_streamed_mixture_keeps_its_fractions_and_follows_its_seed(load, tmp_path):
-    small, large = write_sources(
+    small_source, large_source = write_sources(
         tmp_path,
         a=2,
         b=200,
     )
-    datasets = [small | {"fraction": 1}, large | {"fraction": 3}]
+    datasets = [small_source | {"fraction": 1}, large_source | {"fraction": 3}]
 
     def draw(seed):
-        stream = load(
+        train_stream = load(
             datasets=datasets,
             streamed=True,
             seed=seed,
         ).train
-        return answers(islice(stream, 800))
+        return answers(islice(train_stream, 800))
 
     drawn = draw(seed=0)
     assert draw(seed=0) == drawn
     assert draw(seed=1) != drawn
 
-    for name, row_count, expected in (("a", 2, 200), ("b", 200, 600)):
-        drawn_from_source = [answer for answer in drawn if answer[0] == name]
+    for source_name, row_count, mean_count in (("a", 2, 200), ("b", 200, 600)):
+        drawn_from_source = [answer for answer in drawn if answer[0] == source_name]
         drawn_count = len(drawn_from_source)
-        assert drawn_from_source == [f"{name}{n % row_count}" for n in range(drawn_count)]
-        assert abs(drawn_count - expected) < 49  # four standard deviations
+        expected_answers = [f"{source_name}{number % row_count}" for number in range(drawn_count)]
+        assert drawn_from_source == expected_answers
+        assert abs(drawn_count - mean_count) < 49  # four standard deviations
 
 
 def test_sources_of_a_stream_that_go_on_keep_their_turns_when_one_ends(load, tmp_path):
@@ -529,8 +531,8 @@ def test_sources_of_a_stream_that_go_on_keep_their_turns_when_one_ends(load, tmp
         b=3,
         c=3,
     )
-    stream = load(datasets=sources, streamed=True).train
-    assert answers(islice(stream, 8)) == ["a0", "b0", "c0", "b1", "c1", "b2", "c2", "a0"]
+    train_stream = load(datasets=sources, streamed=True).train
+    assert answers(islice(train_stream, 8)) == ["a0", "b0", "c0", "b1", "c1", "b2", "c2", "a0"]
 
 
 def test_a_stream_is_shuffled_in_its_buffer(load, tmp_path):
@@ -557,54 +559,54 @@ def test_a_stream_is_shuffled_in_its_buffer(load, tmp_path):
 
 
 def used_counts(data) -> list[int]:
-    return [report.used for report in data.report.sources]
+    return [source_report.used for source_report in data.report.sources]
 
 
 def test_too_few_rows_for_a_fraction_are_reported_with_the_repeat_that_uses_all(
     load, tmp_path, caplog
 ):
-    big, small = write_sources(
+    big_source, small_source = write_sources(
         tmp_path,
         0.5,
         big=300,
         small=20,
     )
-    load(datasets=[big, small])
-    assert f"is 20 rows of {small['path']}. So the mixture has 40 rows" in caplog.text
-    assert f"280 of the 300 rows of {big['path']}" in caplog.text
+    load(datasets=[big_source, small_source])
+    assert f"is 20 rows of {small_source['path']}. So the mixture has 40 rows" in caplog.text
+    assert f"280 of the 300 rows of {big_source['path']}" in caplog.text
     proposed = re.search(r"set repeat: (\d+) for (\S+), or", caplog.text)
-    assert proposed[2] == small["path"]
+    assert proposed[2] == small_source["path"]
     assert int(proposed[1]) == 15
 
 
 def test_a_small_source_is_repeated_so_that_all_rows_are_used(load, tmp_path, caplog):
-    big, small = write_sources(
+    big_source, small_source = write_sources(
         tmp_path,
         0.5,
         big=300,
         small=20,
     )
-    data = load(datasets=[big, small | {"repeat": 15}])
+    training_data = load(datasets=[big_source, small_source | {"repeat": 15}])
     expected = dict.fromkeys(numbered("big", 300), 1)
     expected |= dict.fromkeys(numbered("small", 20), 15)
-    assert Counter(answers(data.train)) == expected
-    assert used_counts(data) == [300, 300]
+    assert Counter(answers(training_data.train)) == expected
+    assert used_counts(training_data) == [300, 300]
     assert "fraction" not in caplog.text
 
 
 def test_a_source_without_a_fraction_is_repeated(load, tmp_path):
-    big, small = write_sources(
+    big_source, small_source = write_sources(
         tmp_path,
         big=300,
         small=20,
     )
     datasets = [
-        {"path": big["path"]},
-        {"path": small["path"], "repeat": 2},
+        {"path": big_source["path"]},
+        {"path": small_source["path"], "repeat": 2},
     ]
-    data = load(datasets=datasets)
-    assert used_counts(data) == [300, 40]
-    assert len(data.train) == 340
+    training_data = load(datasets=datasets)
+    assert used_counts(training_data) == [300, 40]
+    assert len(training_data.train) == 340
 
 
 @pytest.mark.parametrize(
@@ -641,8 +643,8 @@ def test_the_proposed_repeats_use_all_rows_in_the_fractions(
 
     trained = Counter(answers(load(datasets=sources).train))
     total = sum(trained.values())
-    for (name, row_count), fraction in zip(row_counts.items(), fractions, strict=True):
-        times_each = [trained[answer] for answer in numbered(name, row_count)]
+    for (source_name, row_count), fraction in zip(row_counts.items(), fractions, strict=True):
+        times_each = [trained[answer] for answer in numbered(source_name, row_count)]
         assert min(times_each) > 0
         assert abs(sum(times_each) - total * fraction / sum(fractions)) <= 1
 
@@ -669,19 +671,19 @@ def test_repeat_is_a_whole_number(load, tmp_path, wrong):
 
 
 def test_a_row_that_is_repeated_is_trained_on_or_held_out(load, tmp_path):
-    few, many = write_sources(
+    few_source, many_source = write_sources(
         tmp_path,
         few=8,
         many=24,
     )
-    datasets = [few | {"repeat": 3}, many]
-    data = load(
+    datasets = [few_source | {"repeat": 3}, many_source]
+    training_data = load(
         datasets=datasets,
         with_eval=True,
         test_split_size=0.25,
     )
-    trained = Counter(answers(data.train))
-    held_out = Counter(answers(data.eval))
+    trained = Counter(answers(training_data.train))
+    held_out = Counter(answers(training_data.eval))
 
     assert trained.keys() | held_out.keys() == {*numbered("few", 8), *numbered("many", 24)}
     assert not trained.keys() & held_out.keys()
@@ -696,15 +698,15 @@ def test_a_row_that_is_repeated_is_trained_on_or_held_out(load, tmp_path):
         else:
             assert count == 1
             used["many"] += count
-    assert used_counts(data)[:2] == [used["few"], used["many"]]
+    assert used_counts(training_data)[:2] == [used["few"], used["many"]]
 
 
 @pytest.fixture
 def load_four_lengths(load, tmp_path, monkeypatch):
     """Loads 12 rows with answers of one to four words, in memory or streamed."""
     monkeypatch.setattr(mixtures, "MANY_ROWS", 100)
-    rows = [llava("Q", "yes " * (1 + number % 4)) for number in range(12)]
-    data_path = write_json(tmp_path, rows)
+    raw_rows = [llava("Q", "yes " * (1 + number % 4)) for number in range(12)]
+    data_path = write_json(tmp_path, raw_rows)
 
     def load_rows(streamed):
         train_rows = load(data_path, streamed=streamed).train
@@ -724,10 +726,10 @@ def load_four_lengths(load, tmp_path, monkeypatch):
 def test_prepared_rows_that_are_too_long_are_dropped(
     load_four_lengths, processor, dropped_rows, streamed, dropped_count
 ):
-    rows, lengths = load_four_lengths(streamed)
+    train_rows, lengths = load_four_lengths(streamed)
     row_checks = checks.Checks(processor, lengths[1], dropped_rows=dropped_rows)
-    prepared, _ = prepare_rows(rows, row_checks)
-    assert [row["row"] for row in islice(prepared, 6)] == [0, 1, 4, 5, 8, 9]
+    prepared_rows, _ = prepare_rows(train_rows, row_checks)
+    assert [row["row"] for row in islice(prepared_rows, 6)] == [0, 1, 4, 5, 8, 9]
 
     recorded = dropped_rows.read()
     assert [dropped.row for dropped in recorded] == [2, 3, 6, 7, 10, 11][:dropped_count]
@@ -735,32 +737,32 @@ def test_prepared_rows_that_are_too_long_are_dropped(
 
 
 def test_the_report_counts_prepared_rows_that_are_too_long(load_four_lengths, processor):
-    rows, lengths = load_four_lengths(streamed=False)
-    prepared, report = prepare_rows(rows, checks.Checks(processor, lengths[1]))
-    assert report.found == 12
-    assert report.bad == 0
-    assert report.too_long == 6
-    assert report.valid == 6
-    assert report.longest == lengths[1]
-    assert len(prepared) == 6
+    train_rows, lengths = load_four_lengths(streamed=False)
+    prepared_rows, source_report = prepare_rows(train_rows, checks.Checks(processor, lengths[1]))
+    assert source_report.found == 12
+    assert source_report.bad == 0
+    assert source_report.too_long == 6
+    assert source_report.valid == 6
+    assert source_report.longest == lengths[1]
+    assert len(prepared_rows) == 6
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_prepared_rows_of_which_all_are_too_long_are_refused(
     load_four_lengths, processor, streamed
 ):
-    rows, _ = load_four_lengths(streamed)
+    train_rows, _ = load_four_lengths(streamed)
     with pytest.raises(ValueError, match="no row is left. All are longer than max_length 3"):
-        prepared, _ = prepare_rows(rows, checks.Checks(processor, 3))
-        next(iter(prepared))
+        prepared_rows, _ = prepare_rows(train_rows, checks.Checks(processor, 3))
+        next(iter(prepared_rows))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_prepared_rows_of_at_most_max_length_are_kept(load_four_lengths, processor, streamed):
-    rows, lengths = load_four_lengths(streamed)
+    train_rows, lengths = load_four_lengths(streamed)
     row_checks = checks.Checks(processor, lengths[-1])
-    prepared, _ = prepare_rows(rows, row_checks, need_images=True)
-    assert len(list(islice(prepared, 12))) == 12
+    prepared_rows, _ = prepare_rows(train_rows, row_checks, need_images=True)
+    assert len(list(islice(prepared_rows, 12))) == 12
 
 
 @pytest.fixture
@@ -768,32 +770,32 @@ def two_configurations(tmp_path):
     """A folder of the configurations `first`, the default, and `other`."""
     folder = tmp_path / "data"
     configs = []
-    for name in ("first", "other"):
+    for config_name in ("first", "other"):
         data_files = []
         for split in ("train", "test"):
-            sample_row = {**llava("Q", f"{name} {split}"), "image": None}
-            train_data.write_parquet(folder / name / f"{split}.parquet", [sample_row])
-            data_files.append({"split": split, "path": f"{name}/{split}.parquet"})
-        configs.append({"config_name": name, "data_files": data_files})
+            sample_row = {**llava("Q", f"{config_name} {split}"), "image": None}
+            train_data.write_parquet(folder / config_name / f"{split}.parquet", [sample_row])
+            data_files.append({"split": split, "path": f"{config_name}/{split}.parquet"})
+        configs.append({"config_name": config_name, "data_files": data_files})
     configs[0]["default"] = True
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
     return folder
 
 
 def test_held_out_rows_are_of_the_configuration_that_an_option_names(load, two_configurations):
-    data = load(
+    training_data = load(
         two_configurations,
         dataset_config="other",
         with_eval=True,
     )
-    assert answers(data.train) == ["other train"]
-    assert answers(data.eval) == ["other test"]
+    assert answers(training_data.train) == ["other train"]
+    assert answers(training_data.eval) == ["other test"]
 
 
 def test_held_out_rows_are_of_the_configuration_that_the_name_has(load, two_configurations):
-    data = load(f"{two_configurations}:other:train", with_eval=True)
-    assert answers(data.train) == ["other train"]
-    assert answers(data.eval) == ["other test"]
+    training_data = load(f"{two_configurations}:other:train", with_eval=True)
+    assert answers(training_data.train) == ["other train"]
+    assert answers(training_data.eval) == ["other test"]
 
 
 @pytest.fixture
@@ -828,12 +830,12 @@ def test_a_home_folder_is_found_in_options(load, home, options):
 
 
 def test_a_home_folder_is_found_in_the_name_of_held_out_data(load, home):
-    data = load(
+    training_data = load(
         datasets=[IN_HOME],
         with_eval=True,
         eval_dataset_name="~/rows/data.json",
     )
-    assert image_path(data.eval[0]) == str(home / "rows" / "red.png")
+    assert image_path(training_data.eval[0]) == str(home / "rows" / "red.png")
 
 
 def test_a_home_folder_is_found_in_data_files_and_data_dir(home):
@@ -864,31 +866,33 @@ def one_image_source(tmp_path):
 
 
 def test_a_streamed_source_without_rows_is_named(load, tmp_path, one_image_source):
-    (empty,) = write_sources(tmp_path, 0.5, empty=0)
-    options = {"bad_rows": "skip", "dataset_streaming": True}
-    with pytest.raises(ValueError, match=f"^{empty['path']}: no row .* or all are dropped.$"):
-        list(islice(load(datasets=[one_image_source, empty], **options).train, 100))
+    (empty_source,) = write_sources(tmp_path, 0.5, empty=0)
+    load_options = {"bad_rows": "skip", "dataset_streaming": True}
+    reason = f"^{empty_source['path']}: no row .* or all are dropped.$"
+    with pytest.raises(ValueError, match=reason):
+        list(islice(load(datasets=[one_image_source, empty_source], **load_options).train, 100))
 
 
 def test_a_streamed_source_with_only_bad_rows_is_named(load, tmp_path, one_image_source):
-    (dropped,) = write_sources(tmp_path, 0.5, dropped=1)
+    (bad_source,) = write_sources(tmp_path, 0.5, dropped=1)
     write_json(tmp_path / "dropped", [llava("Q", "")])
-    options = {"bad_rows": "skip", "dataset_streaming": True}
-    with pytest.raises(ValueError, match=f"^Rows .*:\n  {dropped['path']}, row 0: .*\nFix them.$"):
-        load(datasets=[one_image_source, dropped], **options)
+    load_options = {"bad_rows": "skip", "dataset_streaming": True}
+    reason = f"^Rows .*:\n  {bad_source['path']}, row 0: .*\nFix them.$"
+    with pytest.raises(ValueError, match=reason):
+        load(datasets=[one_image_source, bad_source], **load_options)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_nothing_is_held_out_where_nothing_is_evaluated(load, tmp_path, streamed):
     (source,) = write_sources(tmp_path, a=8)
-    data = load(
+    training_data = load(
         source["path"],
         streamed=streamed,
         test_split_size=0.25,
     )
-    assert set(answers(islice(data.train, 8))) == set(numbered("a", 8))
-    assert data.eval is None
-    assert len(data.report.sources) == 1
+    assert set(answers(islice(training_data.train, 8))) == set(numbered("a", 8))
+    assert training_data.eval is None
+    assert len(training_data.report.sources) == 1
 
 
 def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
@@ -898,26 +902,26 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
         a=30,
         b=10,
     )
-    data = load(
+    training_data = load(
         datasets=sources,
         with_eval=True,
         test_split_size=0.25,
     )
-    report_of_a, report_of_b, held_out = data.report.sources
-    trained = answers(data.train)
+    report_of_a, report_of_b, held_out = training_data.report.sources
+    trained = answers(training_data.train)
 
     initials = Counter(answer[0] for answer in trained)
     assert report_of_a.used == initials["a"]
     assert report_of_b.used == initials["b"]
     assert report_of_a.used + report_of_b.used == 15
     assert report_of_a.valid == 30
-    assert len({*trained, *answers(data.eval)}) == 20
+    assert len({*trained, *answers(training_data.eval)}) == 20
 
     assert held_out.source == "held out of training"
     assert held_out.found == 5
     assert held_out.used == 5
     assert held_out.split == "eval"
-    assert held_out.longest == max(data.eval["length"])
+    assert held_out.longest == max(training_data.eval["length"])
 
 
 def test_images_of_held_out_rows_are_decoded_first(load, tmp_path, monkeypatch, dropped_rows):
@@ -927,25 +931,25 @@ def test_images_of_held_out_rows_are_decoded_first(load, tmp_path, monkeypatch, 
     broken_path = write_with_broken_images(tmp_path / "data", "json", 100, broken_rows)
     good_path = write_json(tmp_path / "other", mixed_rows())
 
-    for train_path, options in (
+    for train_path, load_options in (
         (good_path, {"eval_dataset_name": str(broken_path)}),
         (broken_path, {"test_split_size": 0.5}),
     ):
-        options["with_eval"] = True
+        load_options["with_eval"] = True
         with pytest.raises(ValueError, match="row [0-9]+: .* truncated"):
-            load(train_path, bad_rows="stop", **options)
+            load(train_path, bad_rows="stop", **load_options)
 
-        data = load(
+        training_data = load(
             train_path,
             bad_rows="skip",
             dropped_rows=dropped_rows,
-            **options,
+            **load_options,
         )
-        held_out = data.report.sources[-1]
-        assert held_out.valid == len(data.eval)
+        held_out = training_data.report.sources[-1]
+        assert held_out.valid == len(training_data.eval)
         assert held_out.bad == held_out.found - held_out.valid
         assert held_out.bad > 0
-        for answer in answers(data.eval):
+        for answer in answers(training_data.eval):
             assert int(answer) not in broken_rows
 
     assert [dropped.row for dropped in dropped_rows.read()] == broken_rows

@@ -44,11 +44,11 @@ LISTED = "Q\nA. x\nB. y"
 
 def turns_of_models(*model_names) -> list[dict]:
     """Returns a question and its answer for each name of a model."""
-    turns = []
+    model_turns = []
     for model_name in model_names:
-        turns.append({"from": "human", "value": "Q"})
-        turns.append({"from": model_name, "value": "A"})
-    return turns
+        model_turns.append({"from": "human", "value": "Q"})
+        model_turns.append({"from": model_name, "value": "A"})
+    return model_turns
 
 
 def printed_turns(raw_row) -> list[str]:
@@ -57,17 +57,17 @@ def printed_turns(raw_row) -> list[str]:
     learned = iter(parsed_row["learned"])
     turns = []
     for message in parsed_row["messages"]:
-        text = ""
+        turn_text = ""
         for part in message["content"]:
             if part["text"] is None:
-                text += "{}"
+                turn_text += "{}"
             else:
-                text += part["text"]
+                turn_text += part["text"]
         if message["role"] == "assistant" and next(learned):
-            text = f"[[{text}]]"
+            turn_text = f"[[{turn_text}]]"
         if message["role"] == "system":
-            text = f"system: {text}"
-        turns.append(text)
+            turn_text = f"system: {turn_text}"
+        turns.append(turn_text)
     return turns
 
 
@@ -606,33 +606,33 @@ def learned_answer(row) -> str:
 
 
 def test_the_commonest_of_several_answers_is_learned_and_all_are_accepted():
-    row = read_row({"question": "Q", "answers": ["one", "two", "two"]})
-    assert learned_answer(row) == "two"
-    assert row.accepted == ["one", "two", "two"]
+    known_row = read_row({"question": "Q", "answers": ["one", "two", "two"]})
+    assert learned_answer(known_row) == "two"
+    assert known_row.accepted == ["one", "two", "two"]
 
 
 def test_an_answer_among_the_accepted_ones_is_learned():
-    row = read_row({"question": "Q", "answer": "two", "answers": ["one", "two"]})
-    assert learned_answer(row) == "two"
-    assert row.accepted == ["one", "two"]
-    assert row.changed == []
+    known_row = read_row({"question": "Q", "answer": "two", "answers": ["one", "two"]})
+    assert learned_answer(known_row) == "two"
+    assert known_row.accepted == ["one", "two"]
+    assert known_row.changed == []
 
 
 def test_answers_without_the_answer_are_not_accepted():
-    row = read_row({"question": "Q", "answer": "two", "answers": ["one"]})
-    assert row.accepted == []
+    known_row = read_row({"question": "Q", "answer": "two", "answers": ["one"]})
+    assert known_row.accepted == []
 
 
 def test_a_mapping_in_a_text_is_not_reported_as_several_answers():
-    row = read_row({"question": "Q", "answer": '{"answer": ["one"]}'})
-    assert row.changed == []
+    known_row = read_row({"question": "Q", "answer": '{"answer": ["one"]}'})
+    assert known_row.changed == []
 
 
 def test_markers_are_reported_of_a_row_that_has_images():
-    text = "Is <image_1> red?"
-    with_image = {**llava(f"<image>{text}", "A"), "image": "a.png"}
+    turn_text = "Is <image_1> red?"
+    with_image = {**llava(f"<image>{turn_text}", "A"), "image": "a.png"}
     assert parse_row(with_image, RULES)["left_out"] == ["id", "text <image_1>"]
-    assert parse_row(llava(text, "A"), RULES)["left_out"] == ["id"]
+    assert parse_row(llava(turn_text, "A"), RULES)["left_out"] == ["id"]
 
 
 INSIDE = {"path": "b.png", "bytes": b"x"}
@@ -1112,8 +1112,8 @@ def test_content_beside_a_pair_is_left_out():
 
 
 def test_a_part_whose_type_is_a_list_is_refused():
-    part = {"type": ["text"]}
+    question_part = {"type": ["text"]}
     with pytest.raises(ValueError, match="neither a text nor an image part"):
-        read_row({"messages": [user([part]), assistant("A")]})
+        read_row({"messages": [user([question_part]), assistant("A")]})
     with pytest.raises(ValueError, match="needs role and content"):
-        read_row({"question": [part], "answer": "A"})
+        read_row({"question": [question_part], "answer": "A"})

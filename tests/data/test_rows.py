@@ -31,7 +31,7 @@ def parse_turns(raw_row) -> list[tuple[str, list]]:
     """Returns role and texts of each turn of a parsed row, an image being None."""
     parsed_row = parse_row(raw_row, RULES)
     image_count = 0
-    turns = []
+    parsed_turns = []
     for turn in parsed_row["messages"]:
         texts = []
         for part in turn["content"]:
@@ -40,9 +40,9 @@ def parse_turns(raw_row) -> list[tuple[str, list]]:
             assert is_image == (part["text"] is None)
             image_count += is_image
             texts.append(part["text"])
-        turns.append((turn["role"], texts))
+        parsed_turns.append((turn["role"], texts))
     assert image_count == len(parsed_row["images"])
-    return turns
+    return parsed_turns
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,32 @@ def test_line_breaks_beside_markers_are_lost_only_where_a_turn_begins_or_ends_wi
     text, expected
 ):
     images = [f"{number}.png" for number in range(text.count("<image>"))]
-    turns = parse_turns(llava(text, "yes", images))
-    assert turns[0] == ("user", expected)
+    parsed_turns = parse_turns(llava(text, "yes", images))
+    assert parsed_turns[0] == ("user", expected)
 
 
-TWO_QUESTIONS = [user("Q"), assistant("A"), user("Q2"), assistant("A2")]
+TWO_QUESTIONS = [
+    user("Q"),
+    assistant("A"),
+    user("Q2"),
+    assistant("A2"),
+]
 
 
 def test_images_of_messages_without_markers_are_in_the_first_question():
-    turns = parse_turns({"messages": TWO_QUESTIONS, "images": ["a.png", "b.png"]})
-    assert turns[0] == ("user", [None, None, "Q"])
+    parsed_turns = parse_turns({"messages": TWO_QUESTIONS, "images": ["a.png", "b.png"]})
+    assert parsed_turns[0] == ("user", [None, None, "Q"])
 
 
 def test_images_of_messages_are_where_their_markers_are():
-    messages = [user("Q"), assistant("A"), user("<image>\nQ2"), assistant("A2")]
-    turns = parse_turns({"messages": messages, "images": ["a.png"]})
-    assert turns[2] == ("user", [None, "Q2"])
+    messages = [
+        user("Q"),
+        assistant("A"),
+        user("<image>\nQ2"),
+        assistant("A2"),
+    ]
+    parsed_turns = parse_turns({"messages": messages, "images": ["a.png"]})
+    assert parsed_turns[2] == ("user", [None, "Q2"])
 
 
 def test_image_parts_have_their_own_image_or_one_of_the_column():
@@ -91,13 +101,13 @@ def test_image_parts_have_their_own_image_or_one_of_the_column():
         {"type": "text", "text": "Q"},
     ]
     raw_row = {"messages": [user(question), assistant("A")], "images": ["column.png"]}
-    image_paths = [image["path"] for image in parse_row(raw_row, RULES)["images"]]
+    image_paths = [raw_image["path"] for raw_image in parse_row(raw_row, RULES)["images"]]
     assert image_paths == ["/images/column.png", "/images/own.png"]
 
 
 def test_a_question_without_parts_is_empty():
-    turns = parse_turns({"messages": [user([]), assistant("A")]})
-    assert turns == [("user", [""]), ("assistant", ["A"])]
+    parsed_turns = parse_turns({"messages": [user([]), assistant("A")]})
+    assert parsed_turns == [("user", [""]), ("assistant", ["A"])]
 
 
 def test_the_images_of_a_question_with_its_answer_are_the_question_s():
@@ -122,21 +132,25 @@ def test_the_images_of_a_question_with_its_answer_are_the_question_s():
 
 
 def test_prompt_and_completion_may_be_texts():
-    turns = parse_turns({"prompt": "Q", "completion": " A"})
-    assert turns == [("user", ["Q"]), ("assistant", ["A"])]
+    parsed_turns = parse_turns({"prompt": "Q", "completion": " A"})
+    assert parsed_turns == [("user", ["Q"]), ("assistant", ["A"])]
 
 
 def test_prompt_and_completion_may_be_turns():
     empty_answer = assistant("")  # It is not learned, so it may be empty.
     raw_row = {
         "prompt": [user("Q"), empty_answer, user("Q2")],
-        "completion": [assistant("A"), user("R"), assistant("B")],
+        "completion": [
+            assistant("A"),
+            user("R"),
+            assistant("B"),
+        ],
         "image": "a.png",
     }
     assert parse_row(raw_row, RULES)["learned"] == [False, True, True]
-    turns = parse_turns(raw_row)
-    assert turns[0] == ("user", [None, "Q"])
-    assert len(turns) == 6
+    parsed_turns = parse_turns(raw_row)
+    assert parsed_turns[0] == ("user", [None, "Q"])
+    assert len(parsed_turns) == 6
 
 
 def test_a_prompt_may_have_a_marker():
@@ -203,9 +217,9 @@ def test_an_address_that_a_row_writes_is_refused_in_a_hub_data_set():
     ],
 )
 def test_addresses_are_refused_as_strings_and_as_structs(address, rules):
-    for image in (address, {"path": address, "bytes": None}, {"path": address}):
+    for raw_image in (address, {"path": address, "bytes": None}, {"path": address}):
         with pytest.raises(ValueError, match="address; nothing is fetched"):
-            parse_row({**llava("<image>Q", "A"), "image": image}, rules)
+            parse_row({**llava("<image>Q", "A"), "image": raw_image}, rules)
 
 
 IN_BRACKETS = [
@@ -235,21 +249,21 @@ def test_an_answer_is_the_text_that_was_written(text):
 
 @pytest.mark.parametrize("text", [text for text in IN_BRACKETS if not text.startswith("{")])
 def test_a_caption_is_the_text_that_was_written(text):
-    turns = parse_turns({"image": "a.png", "caption": text})
-    assert turns[1] == ("assistant", [text])
+    parsed_turns = parse_turns({"image": "a.png", "caption": text})
+    assert parsed_turns[1] == ("assistant", [text])
 
 
 # A user shows images by such parts.
 @pytest.mark.parametrize("text", [text for text in IN_BRACKETS if "image" not in text])
 def test_a_question_is_the_text_that_was_written(text):
-    turns = parse_turns({"question": text, "answer": "A"})
-    assert turns[0] == ("user", [text])
+    parsed_turns = parse_turns({"question": text, "answer": "A"})
+    assert parsed_turns[0] == ("user", [text])
 
 
 def test_parts_of_one_turn_are_all_learned():
     answer = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    turns = parse_turns({"question": "Q", "answer": answer})
-    assert turns[1] == ("assistant", ["one two"])
+    parsed_turns = parse_turns({"question": "Q", "answer": answer})
+    assert parsed_turns[1] == ("assistant", ["one two"])
 
 
 def changes(**columns) -> list[str]:
@@ -601,8 +615,8 @@ def dropped_rows(tmp_path):
 
 
 def append(dropped_rows, text):
-    with dropped_rows.path.open("a") as lines:
-        lines.write(text)
+    with dropped_rows.path.open("a") as dropped_lines:
+        dropped_lines.write(text)
 
 
 def test_dropped_rows_count_once(dropped_rows):
@@ -711,6 +725,6 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(make_tokenizer):
         word_count = random.randrange(25)
         texts.append("".join(random.choices(words, k=word_count)))
     backend = tokenizer.backend_tokenizer
-    expected = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+    expected = [backend.encode(raw_text, add_special_tokens=False).ids for raw_text in texts]
     assert encoded(tokenizer, texts) == expected
     assert encoded(tokenizer, []) == []

@@ -22,19 +22,19 @@ def write_shard(path, files: dict, links=()):
     """Writes a tar file of `files` by name: bytes, text, or what becomes JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
-        for name, content in files.items():
+        for file_name, content in files.items():
             if isinstance(content, (dict, list)):
                 content = json.dumps(content)
             if isinstance(content, str):
                 content = content.encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-        for name, target, link_type in links:
-            member = tarfile.TarInfo(name)
-            member.type = link_type
-            member.linkname = target
-            archive.addfile(member)
+            tar_member = tarfile.TarInfo(file_name)
+            tar_member.size = len(content)
+            archive.addfile(tar_member, io.BytesIO(content))
+        for file_name, target, link_type in links:
+            tar_member = tarfile.TarInfo(file_name)
+            tar_member.type = link_type
+            tar_member.linkname = target
+            archive.addfile(tar_member)
     return path
 
 
@@ -42,18 +42,18 @@ def read_both_ways(path, **options) -> list[dict]:
     """Returns the rows in memory; the stream has the same, and begins again when it ends."""
     processor = train_data.processor()
     in_memory = read(path, processor, **options).train
-    rows = list(in_memory)
+    parsed_rows = list(in_memory)
 
-    stream = read(path, processor, streamed=True, **options).train
-    assert list(islice(stream, 2 * len(rows))) == 2 * rows
+    row_stream = read(path, processor, streamed=True, **options).train
+    assert list(islice(row_stream, 2 * len(parsed_rows))) == 2 * parsed_rows
 
-    for parsed_row in rows:
+    for parsed_row in parsed_rows:
         assert parsed_row.keys() == FEATURES.keys()
     columns = {}
     for column in FEATURES:
-        columns[column] = [parsed_row[column] for parsed_row in rows]
-    assert in_memory[list(range(len(rows)))] == columns
-    return rows
+        columns[column] = [parsed_row[column] for parsed_row in parsed_rows]
+    assert in_memory[list(range(len(parsed_rows)))] == columns
+    return parsed_rows
 
 
 FILES = {
@@ -79,49 +79,49 @@ def assert_rows_of_files(rows):
     image_counts = [parsed_row["image_count"] for parsed_row in rows[:4]]
     assert image_counts == [1, 0, 3, 0]
 
-    images = []
+    decoded_images = []
     for parsed_row in rows:
-        images += [decode_image(image) for image in parsed_row["images"]]
-    names = ["a/0.JPG", "a/2.1.png", "a/2.2.webp", "a/2.10.jpeg"]
-    for image, name in zip(images, names, strict=True):
-        expected = Image.open(io.BytesIO(FILES[name])).convert("RGB")
-        np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
+        decoded_images += [decode_image(decoded_image) for decoded_image in parsed_row["images"]]
+    image_names = ["a/0.JPG", "a/2.1.png", "a/2.2.webp", "a/2.10.jpeg"]
+    for decoded_image, file_name in zip(decoded_images, image_names, strict=True):
+        expected = Image.open(io.BytesIO(FILES[file_name])).convert("RGB")
+        np.testing.assert_array_equal(np.asarray(decoded_image), np.asarray(expected))
 
 
 def test_a_shard_has_the_rows_of_its_files(tmp_path, processor):
     shard_path = write_shard(tmp_path / "rows.tar", FILES)
-    rows = read_both_ways(shard_path)
-    assert answers(rows) == ANSWERS
-    assert_rows_of_files(rows)
+    parsed_rows = read_both_ways(shard_path)
+    assert answers(parsed_rows) == ANSWERS
+    assert_rows_of_files(parsed_rows)
 
     assert len(load_samples(str(shard_path), 2).samples) == 2
 
-    (report,) = read(shard_path, processor).report.sources
-    assert report.left_out.keys() == {"id", "more", "cls", "audio", "jpg.gz"}
+    (source_report,) = read(shard_path, processor).report.sources
+    assert source_report.left_out.keys() == {"id", "more", "cls", "audio", "jpg.gz"}
 
 
 def test_a_folder_of_shards_has_the_rows_of_all(tmp_path, processor):
-    folder = tmp_path / "folder"
-    shard_path = write_shard(folder / "00000.tar", FILES)
+    shard_folder = tmp_path / "folder"
+    shard_path = write_shard(shard_folder / "00000.tar", FILES)
     last_row = {"0.json": {"question": "Q"}, "0.answer": "last"}
-    write_shard(folder / "00001.tar", last_row)
+    write_shard(shard_folder / "00001.tar", last_row)
 
-    rows = read_both_ways(folder)
-    assert answers(rows) == [*ANSWERS, "last"]
-    assert_rows_of_files(rows)
+    parsed_rows = read_both_ways(shard_folder)
+    assert answers(parsed_rows) == [*ANSWERS, "last"]
+    assert_rows_of_files(parsed_rows)
 
     assert len(load_samples(str(shard_path), 2).samples) == 2
 
-    (report,) = read(shard_path, processor).report.sources
-    assert report.left_out.keys() == {"id", "more", "cls", "audio", "jpg.gz"}
+    (source_report,) = read(shard_path, processor).report.sources
+    assert source_report.left_out.keys() == {"id", "more", "cls", "audio", "jpg.gz"}
 
 
 def test_a_text_that_is_not_utf_8_is_not_learned(tmp_path, processor):
-    files = {
+    shard_files = {
         "0.jpg": image_bytes("red", form="JPEG"),
         "0.txt": "Caf\u00e9.".encode("latin-1"),
     }
-    shard_path = write_shard(tmp_path / "a.tar", files)
+    shard_path = write_shard(tmp_path / "a.tar", shard_files)
     with pytest.raises(ValueError, match="row 0 .*: turn 1, the assistant's, is not valid Unicode"):
         read(shard_path, processor)
 
@@ -129,7 +129,7 @@ def test_a_text_that_is_not_utf_8_is_not_learned(tmp_path, processor):
 def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
     (tmp_path / "secret.png").write_bytes(image_bytes("red"))
     (tmp_path / "secret.txt").write_text("secret")
-    files = {
+    shard_files = {
         "../secret.json": llava("<image>Q", "A", "secret.png"),
         "b.json": llava("<image>Q", "B", "../secret.png"),
     }
@@ -137,33 +137,33 @@ def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
         ("b.png", str(tmp_path / "secret.png"), tarfile.SYMTYPE),
         ("b.txt", "../secret.txt", tarfile.LNKTYPE),
     ]
-    shard_path = write_shard(tmp_path / "data" / "rows.tar", files, links)
+    shard_path = write_shard(tmp_path / "data" / "rows.tar", shard_files, links)
 
     for streaming in (False, True):
-        opened = open_source(DataSource(str(shard_path)), streaming)
-        raw_rows = [raw_row for _, _, raw_row in opened]
-        assert raw_rows == list(files.values())
+        opened_source = open_source(DataSource(str(shard_path)), streaming)
+        raw_rows = [raw_row for _, _, raw_row in opened_source]
+        assert raw_rows == list(shard_files.values())
 
     with pytest.raises(ValueError, match=r"row 0.*/data/secret.png: there is(.|\n)*row 1.* leaves"):
         read_both_ways(shard_path)
 
 
 def test_broken_text_is_a_bad_row(tmp_path):
-    files = {
+    shard_files = {
         "0.json": "{",
         "1.json": [1],
         "1.png": image_bytes(),
         "2.json": b"\xff",
         "3.json": llava("Q", "A"),
     }
-    shard_path = write_shard(tmp_path / "rows.tar", files)
+    shard_path = write_shard(tmp_path / "rows.tar", shard_files)
 
     reasons = r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not valid"
     with pytest.raises(ValueError, match=reasons):
         read_both_ways(shard_path)
 
-    rows = read_both_ways(shard_path, bad_rows="skip")
-    assert len(rows) == 1
+    parsed_rows = read_both_ways(shard_path, bad_rows="skip")
+    assert len(parsed_rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_broken_text_is_a_bad_row(tmp_path):
     ],
 )
 def test_a_shard_that_is_cut_off_is_named(tmp_path, size, reason):
-    files = {f"{number}.txt": "A" * 600 for number in range(3)}
-    shard_path = write_shard(tmp_path / "rows.tar", files)
+    shard_files = {f"{number}.txt": "A" * 600 for number in range(3)}
+    shard_path = write_shard(tmp_path / "rows.tar", shard_files)
     complete = shard_path.read_bytes()
     shard_path.write_bytes(complete[:size])
     with pytest.raises(ValueError, match=f"rows.tar.* {reason}"):
@@ -187,8 +187,8 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path, size, reason):
 def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("normalign_llava.data.sources.source.MAX_IMAGE_BYTES", 1000)
     monkeypatch.setattr("normalign_llava.data.rows.images.MAX_IMAGE_BYTES", 1000)
-    files = {"0.png": bytes(10**6), "0.txt": bytes(10**6)}
-    shard_path = write_shard(tmp_path / "rows.tar", files)
+    shard_files = {"0.png": bytes(10**6), "0.txt": bytes(10**6)}
+    shard_path = write_shard(tmp_path / "rows.tar", shard_files)
 
     ((_, _, raw_row),) = open_source(DataSource(str(shard_path)), streaming=False)
     assert len(raw_row["caption"]) == 1001
