@@ -9,21 +9,16 @@ from typing import Literal
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, IterableDataset, List, Value
+from test_json_files import read_file
 from test_shards import write_shard
 from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.sources import files as source_files, source as source_module
 from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
-from normalign_llava.data.sources.files import files_of_folder, images_of_folder, loaded, open_files
+from normalign_llava.data.sources.files import files_of_folder, images_of_folder, open_files
 from normalign_llava.data.sources.filters import Filter, parse_filters
 from normalign_llava.data.sources.source import Source, open_held_out, open_source
-
-
-def read_file(data_path) -> list:
-    """Returns the rows of one file."""
-    opened = open_files((str(data_path),), streaming=True)
-    return [loaded(stored_row["json"]) for stored_row in opened]
 
 
 def raw_rows(source) -> list:
