@@ -355,7 +355,7 @@ EXAMPLES = {
         "row": {"messages": ["Q", "A"]},
         "text": chat("Q", "[[A]]"),
     },
-    "BLINK, a prompt alone": {
+    "BLINK, a prompt that is not used": {
         "row": {"prompt": "P", "question": "Q", "answer": "A", "conversations": []},
         "text": chat("Q", "[[A]]"),
         "reported": {"prompt": 1},

@@ -113,7 +113,9 @@ def test_a_data_set_of_a_mixture_has_its_own_filters(processor, tmp_path, data_f
 
 
 @pytest.mark.parametrize("columns", ["question=kind", ["question", "answer"]])
-def test_names_are_the_data_s_own_and_columns_need_not_be_read(processor, tmp_path, columns):
+def test_filters_take_the_names_in_the_data_and_columns_need_not_be_read(
+    processor, tmp_path, columns
+):
     data_path = write_rows(tmp_path, "parquet")
     train_rows = read(
         data_path,

@@ -25,6 +25,9 @@ pytestmark = pytest.mark.slow
 
 
 RULES = ImageRules("/images")
+RED_PIXEL = [255, 0, 0]
+BLUE_PIXEL = [0, 0, 255]
+WHITE_PIXEL = [255, 255, 255]
 
 
 def inside(content: bytes) -> dict:
@@ -55,13 +58,15 @@ def pixels(image: dict) -> np.ndarray:
 def test_a_transparent_colour_is_mixed_with_white(colour):
     *channels, opacity = colour
     expected = [round(channel * opacity / 255 + 255 - opacity) for channel in channels]
-    shown_pixels = pixels(encode(Image.new("RGBA", (2, 2), colour)))
+    image = Image.new("RGBA", (2, 2), colour)
+    shown_pixels = pixels(encode(image))
     difference = abs(shown_pixels - np.array(expected, float))
     assert difference.max() <= 1
 
 
 def test_a_transparent_grey_becomes_white():
-    shown_pixels = pixels(encode(Image.new("LA", (2, 2), (10, 0))))
+    image = Image.new("LA", (2, 2), (10, 0))
+    shown_pixels = pixels(encode(image))
     assert (shown_pixels == 255).all()
 
 
@@ -70,9 +75,9 @@ def test_a_transparent_colour_of_a_palette_becomes_white():
     palette.putpalette([255, 0, 0, 0, 0, 255])
     palette.putpixel((1, 0), 1)
     opaque = pixels(encode(palette))
-    assert opaque.tolist() == [[[255, 0, 0], [0, 0, 255]]]
+    assert opaque.tolist() == [[RED_PIXEL, BLUE_PIXEL]]
     transparent = pixels(encode(palette, transparency=0))
-    assert transparent.tolist() == [[[255, 255, 255], [0, 0, 255]]]
+    assert transparent.tolist() == [[WHITE_PIXEL, BLUE_PIXEL]]
 
 
 def test_a_colour_that_is_marked_as_transparent_becomes_white():
@@ -111,7 +116,8 @@ def test_more_than_eight_bits_keep_their_grey_levels(values, expected):
     ],
 )
 def test_colours_of_sixteen_bits_give_the_higher_byte(colour, expected):
-    assert pixels(inside(deep_png(colour))).tolist() == [[expected]]
+    image = inside(deep_png(colour))
+    assert pixels(image).tolist() == [[expected]]
 
 
 def blobs(width: int, height: int, mode="RGB") -> Image.Image:
@@ -119,7 +125,8 @@ def blobs(width: int, height: int, mode="RGB") -> Image.Image:
     small_shape = (height // 16, width // 16, 3)
     random_pixels = np.random.default_rng(0).integers(0, 256, small_shape, np.uint8)
     small_image = Image.fromarray(random_pixels)
-    return small_image.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    large_image = small_image.resize((width, height), Image.Resampling.BICUBIC)
+    return large_image.convert(mode)
 
 
 @pytest.mark.parametrize(("image_format", "mode"), [("JPEG", "CMYK"), ("BMP", "P")])
@@ -130,8 +137,8 @@ def test_a_gigantic_image_is_made_smaller(image_format, mode):
     assert decoded.mode == "RGB"
 
     expected = image.convert("RGB").resize((2048, 2200), Image.Resampling.BOX)
-    difference = np.abs(np.asarray(decoded, float) - np.asarray(expected, float))
-    assert difference.mean() < 2
+    difference = np.asarray(decoded, float) - np.asarray(expected, float)
+    assert np.abs(difference).mean() < 2
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,8 @@ def test_a_gigantic_image_is_made_smaller(image_format, mode):
     ],
 )
 def test_an_image_with_a_short_side_keeps_its_size(size):
-    decoded = decode_image(encode(Image.new("L", size), "PNG"))
+    image = Image.new("L", size)
+    decoded = decode_image(encode(image, "PNG"))
     assert decoded.size == size
 
 
@@ -155,7 +163,7 @@ def test_exif_turns_the_image():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
     shown_pixels = pixels(encode(red_and_blue, exif=exif))
-    assert shown_pixels.tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
+    assert shown_pixels.tolist() == [[RED_PIXEL], [BLUE_PIXEL]]
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
@@ -297,24 +305,34 @@ LINKED_NAMES = [
 
 
 class PathsOfRows:
-    """A row for each name, and rows of none, of three images, and of one outside."""
+    """A row for each name, and rows of no image, of three images, and of one outside."""
 
     def __init__(self, folder):
         self.rules = ImageRules(str(folder))
         self.names = [*LINKED_NAMES, str(folder / "plain.png")]
-        self.by_name = {file_name: self.rules.image(file_name)["path"] for file_name in self.names}
         outside = folder.with_name("images-private") / "plain.png"
-        self.rows = [
-            *([image_path] for image_path in self.by_name.values()),
-            [],
-            [self.by_name[file_name] for file_name in ("plain.png", "leaves.png", "broken.png")],
-            [str(outside)],
-        ]
+        self.rows = [[self.path_of(file_name)] for file_name in self.names]
+        self.rows.append([])
+        self.rows.append(
+            [
+                self.path_of("plain.png"),
+                self.path_of("leaves.png"),
+                self.path_of("broken.png"),
+            ]
+        )
+        self.rows.append([str(outside)])
+
+    def path_of(self, file_name) -> str:
+        return self.rules.image(file_name)["path"]
 
     def read(self, numbers: range) -> list[list[str]]:
         return self.rows[numbers.start : numbers.stop]
 
-    def name_of(self, problems) -> list[str]:
+    def problems(self, rules) -> dict:
+        """Returns the problems by the numbers of their rows."""
+        return unopened_image_problems(self.read, len(self.rows), rules)
+
+    def names_of(self, problems) -> list[str]:
         """Returns the names of the rows of one image that have a problem."""
         return [self.names[number] for number in problems if number < len(self.names)]
 
@@ -332,12 +350,10 @@ def test_listed_folders_allow_what_looking_at_each_file_allows(paths_of_rows):
         problem = image_problem(images, paths_of_rows.rules, decode=False)
         if problem:
             expected[number] = problem
-    refused = paths_of_rows.name_of(expected)
+    refused = paths_of_rows.names_of(expected)
     assert refused[:4] == ["leaves.png", "broken.png", "link/plain.png", "folder.png"]
 
-    row_count = len(paths_of_rows.rows)
-    problems = unopened_image_problems(paths_of_rows.read, row_count, paths_of_rows.rules)
-    assert problems == expected
+    assert paths_of_rows.problems(paths_of_rows.rules) == expected
 
 
 def test_plain_files_of_listed_folders_are_not_looked_at(paths_of_rows, monkeypatch):
@@ -349,11 +365,10 @@ def test_plain_files_of_listed_folders_are_not_looked_at(paths_of_rows, monkeypa
         check_file(self, image_path)
 
     monkeypatch.setattr(ImageRules, "check_file", recording_check_file)
-    row_count = len(paths_of_rows.rows)
-    unopened_image_problems(paths_of_rows.read, row_count, paths_of_rows.rules)
+    paths_of_rows.problems(paths_of_rows.rules)
     assert looked_at
     for file_name in ("plain.png", "sub/plain.png", "inside/plain.png"):
-        assert paths_of_rows.by_name[file_name] not in looked_at
+        assert paths_of_rows.path_of(file_name) not in looked_at
 
 
 def test_files_may_be_anywhere_without_an_image_folder(paths_of_rows, linked_folder, monkeypatch):
@@ -361,9 +376,8 @@ def test_files_may_be_anywhere_without_an_image_folder(paths_of_rows, linked_fol
     expected = {"broken.png", "folder.png", "absent.png", "absent/plain.png"}
     if not (linked_folder / "PLAIN.png").exists():
         expected.add("PLAIN.png")
-    row_count = len(paths_of_rows.rows)
-    problems = unopened_image_problems(paths_of_rows.read, row_count, ImageRules())
-    assert set(paths_of_rows.name_of(problems)) == expected
+    problems = paths_of_rows.problems(ImageRules())
+    assert set(paths_of_rows.names_of(problems)) == expected
 
 
 KNOWN_FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF"]
@@ -480,7 +494,7 @@ def test_an_image_of_pillow_is_kept_when_its_file_changes(tmp_path):
         kept = RULES.image(opened)
     image_path.write_bytes(image_bytes("blue"))
     assert kept["path"] is None
-    assert (pixels(kept) == [255, 0, 0]).all()
+    assert (pixels(kept) == RED_PIXEL).all()
 
 
 RED = image_bytes("red", (64, 64))

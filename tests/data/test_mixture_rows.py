@@ -1,4 +1,4 @@
-"""How many rows of each data set are in a mixture, which, and what is reported of the others."""
+"""How many and which rows of each data set are in a mixture, and the report about the others."""
 
 import re
 
@@ -39,7 +39,8 @@ def test_rows_are_drawn_as_often_as_each_other_but_for_a_rest():
 
 
 def test_each_row_is_drawn_once_if_as_many_are_drawn():
-    assert mixtures._drawn_rows(5, 5, [0, 1]) == [0, 1, 2, 3, 4]
+    drawn_rows = mixtures._drawn_rows(5, 5, [0, 1])
+    assert drawn_rows == [0, 1, 2, 3, 4]
 
 
 def test_the_same_rows_are_drawn_again():
@@ -124,7 +125,8 @@ def test_repeats_are_in_the_report_of_rows_that_are_left_out():
 
 
 def places(table) -> list[tuple[int, int]]:
-    return list(zip(table["part"], table["index"], strict=True))
+    """Returns part and index of each row."""
+    return [(row["part"], row["index"]) for row in table]
 
 
 def test_copies_of_a_row_are_held_out_together_and_as_the_seed_says():

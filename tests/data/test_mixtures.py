@@ -86,9 +86,12 @@ def test_an_image_inside_is_not_taken_from_a_file_of_its_name(tmp_path, monkeypa
 
 
 def test_lengths_are_those_of_the_collator(load, tmp_path, processor):
-    train_rows = load(write_json(tmp_path, mixed_rows())).train
-    batch = ConversationCollator(processor)([train_rows[number] for number in range(5)])
-    assert train_rows["length"][:] == batch["attention_mask"].sum(1).tolist()
+    data_path = write_json(tmp_path, mixed_rows())
+    train_rows = load(data_path).train
+    assert len(train_rows) == 5
+    batch = ConversationCollator(processor)(list(train_rows))
+    expected_lengths = batch["attention_mask"].sum(1).tolist()
+    assert train_rows["length"][:] == expected_lengths
 
 
 def test_rows_that_are_too_long_are_dropped_and_none_is_truncated(load, tmp_path):
@@ -164,11 +167,7 @@ def test_bad_rows_stop_a_run_with_row_file_and_reason(load, tmp_path):
 
 def test_bad_rows_are_skipped_and_counted(load, tmp_path):
     data_path = train_data.bad_rows(tmp_path / "data")
-    (source_report,) = load(
-        data_path,
-        bad_rows="skip",
-        max_length=60,
-    ).report.sources
+    (source_report,) = load(data_path, bad_rows="skip", max_length=60).report.sources
     assert source_report.found == 10
     assert source_report.bad == 5
     assert source_report.too_long == 2
@@ -193,11 +192,7 @@ def test_a_skipped_row_is_recorded_once_however_often_it_is_read(load, tmp_path,
     assert len(into_a_third_pass) == 7
     assert train_stream.report.sources[0].found is None
 
-    (source_report,) = load(
-        data_path,
-        bad_rows="skip",
-        max_length=60,
-    ).report.sources
+    (source_report,) = load(data_path, bad_rows="skip", max_length=60).report.sources
     expected = sorted(source_report.dropped, key=lambda dropped: dropped.row)
     assert dropped_rows.read() == expected
 
@@ -260,7 +255,8 @@ def write_with_broken_images(
 @pytest.mark.parametrize("data_format", ["json", "shard", "parquet"])
 def test_images_that_cannot_be_decoded_are_skipped_within_the_share(load, tmp_path, data_format):
     data_path = write_with_broken_images(tmp_path / "one", data_format, 20, {7})
-    (source_report,) = load(data_path, bad_rows=0.1).report.sources
+    training_data = load(data_path, bad_rows=0.1)
+    (source_report,) = training_data.report.sources
     assert [dropped.row for dropped in source_report.dropped] == [7]
 
 
@@ -295,11 +291,7 @@ def test_images_that_cannot_be_decoded_stop_a_run_before_it_begins(
     folder = tmp_path / "broken"
     data_path = write_with_broken_images(folder, data_format, row_count, broken_rows, broken)
     with pytest.raises(ValueError, match=reason):
-        load(
-            data_path,
-            bad_rows=bad_rows,
-            dataset_streaming=streaming,
-        )
+        load(data_path, bad_rows=bad_rows, dataset_streaming=streaming)
 
 
 def opened_rows(row_count, sample_size) -> list[int]:
@@ -334,11 +326,7 @@ def test_files_outside_the_sample_are_looked_for_and_opened_if_asked(
     data_path = write_with_broken_images(tmp_path / "unseen", "json", 300, broken_rows)
     (data_path.parent / f"{min(broken_rows)}.jpg").unlink()
 
-    (source_report,) = load(
-        data_path,
-        bad_rows=0.05,
-        check_images=check_images,
-    ).report.sources
+    (source_report,) = load(data_path, bad_rows=0.05, check_images=check_images).report.sources
     assert source_report.bad == bad_count
     assert source_report.skippable == 15 - bad_count
 
@@ -434,13 +422,7 @@ def test_all_rows_of_a_stream_must_keep_the_share_when_it_ends(load, tmp_path):
     for number in (110, 115):
         raw_rows[number] = llava("Q", "")
     data_path = write_json(tmp_path, raw_rows)
-    train_stream = iter(
-        load(
-            data_path,
-            bad_rows=0.01,
-            streamed=True,
-        ).train
-    )
+    train_stream = iter(load(data_path, bad_rows=0.01, streamed=True).train)
 
     # Of 10,000 rows, two might be bad.
     assert answers(islice(train_stream, 117))[-1] == "118"
@@ -464,22 +446,14 @@ def numbered(name, *bounds) -> list[str]:
 
 
 def test_a_streamed_mixture_never_ends(load, tmp_path):
-    small_source, large_source = write_sources(
-        tmp_path,
-        a=2,
-        b=200,
-    )
+    small_source, large_source = write_sources(tmp_path, a=2, b=200)
     train_stream = load(datasets=[small_source, large_source], streamed=True).train
     in_turn = ["a0", "b0", "a1", "b1", *numbered("b", 2, 200)]
     assert answers(islice(train_stream, 404)) == 2 * in_turn
 
 
 def test_a_source_of_a_stream_is_repeated(load, tmp_path):
-    small_source, large_source = write_sources(
-        tmp_path,
-        a=2,
-        b=200,
-    )
+    small_source, large_source = write_sources(tmp_path, a=2, b=200)
     train_stream = load(datasets=[small_source | {"repeat": 2}, large_source], streamed=True).train
     in_turn = ["a0", "b0", "a1", "b1", "a0", "b2", "a1", "b3", *numbered("b", 4, 200)]
     assert answers(islice(train_stream, 206)) == [*in_turn, "a0", "b0"]
@@ -497,11 +471,7 @@ def test_a_source_of_a_stream_with_a_fraction_has_no_repeat(load, tmp_path):
 
 
 def test_a_streamed_mixture_keeps_its_fractions_and_follows_its_seed(load, tmp_path):
-    small_source, large_source = write_sources(
-        tmp_path,
-        a=2,
-        b=200,
-    )
+    small_source, large_source = write_sources(tmp_path, a=2, b=200)
     datasets = [small_source | {"fraction": 1}, large_source | {"fraction": 3}]
 
     def draw(seed):
@@ -595,11 +565,7 @@ def test_a_small_source_is_repeated_so_that_all_rows_are_used(load, tmp_path, ca
 
 
 def test_a_source_without_a_fraction_is_repeated(load, tmp_path):
-    big_source, small_source = write_sources(
-        tmp_path,
-        big=300,
-        small=20,
-    )
+    big_source, small_source = write_sources(tmp_path, big=300, small=20)
     datasets = [
         {"path": big_source["path"]},
         {"path": small_source["path"], "repeat": 2},
@@ -658,9 +624,11 @@ def test_an_empty_text_beside_an_image_is_not_a_second_image(load, processor, tm
     turns = [train_data.user(question), train_data.assistant("red")]
     images(tmp_path, "red.png")
     sample_row = {"image": "red.png", "messages": turns}
-    train_rows = load(write_json(tmp_path, [sample_row, sample_row])).train
+    data_path = write_json(tmp_path, [sample_row, sample_row])
+    train_rows = load(data_path).train
     batch = ConversationCollator(processor)(list(train_rows))
-    assert train_rows["length"][:] == batch["attention_mask"].sum(1).tolist()
+    expected_lengths = batch["attention_mask"].sum(1).tolist()
+    assert train_rows["length"][:] == expected_lengths
 
 
 @pytest.mark.parametrize("wrong", [0, 1.5, "2", True])
@@ -671,11 +639,7 @@ def test_repeat_is_a_whole_number(load, tmp_path, wrong):
 
 
 def test_a_row_that_is_repeated_is_trained_on_or_held_out(load, tmp_path):
-    few_source, many_source = write_sources(
-        tmp_path,
-        few=8,
-        many=24,
-    )
+    few_source, many_source = write_sources(tmp_path, few=8, many=24)
     datasets = [few_source | {"repeat": 3}, many_source]
     training_data = load(
         datasets=datasets,
@@ -783,11 +747,7 @@ def two_configurations(tmp_path):
 
 
 def test_held_out_rows_are_of_the_configuration_that_an_option_names(load, two_configurations):
-    training_data = load(
-        two_configurations,
-        dataset_config="other",
-        with_eval=True,
-    )
+    training_data = load(two_configurations, dataset_config="other", with_eval=True)
     assert answers(training_data.train) == ["other train"]
     assert answers(training_data.eval) == ["other test"]
 

@@ -36,7 +36,8 @@ from normalign_llava.data.sources.source import Source
 
 
 def make_source(name="data.json", hub=None) -> Source:
-    return Source(name, ImageRules(None, hub), Dataset.from_dict({"question": ["Q"]}))
+    dataset = Dataset.from_dict({"question": ["Q"]})
+    return Source(name, ImageRules(None, hub), dataset)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ RAW_ROWS = {
 
 @pytest.fixture
 def parsed_rows(tmp_path) -> dict[str, dict]:
-    """The facts of `RAW_ROWS`, which are parsed together."""
+    """Parses `RAW_ROWS` together. Returns their facts."""
     row_facts = parse_numbered(RAW_ROWS.values(), ImageRules(str(tmp_path)), start=10)
     return dict(zip(RAW_ROWS, row_facts, strict=True))
 
@@ -344,11 +345,7 @@ def test_a_tokenizer_that_pads_and_cuts_off_counts_whole_texts():
     """As it does after a batch was made with it. `<one>` is not a token inside a word."""
     tokenizer = tiny_parts.tokenizer()
     added_tokens = [
-        AddedToken(
-            "<one>",
-            special=True,
-            single_word=True,
-        ),
+        AddedToken("<one>", special=True, single_word=True),
         AddedToken("<one>b", special=True),
     ]
     tokenizer.add_tokens(added_tokens, special_tokens=True)

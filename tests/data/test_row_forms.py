@@ -142,7 +142,7 @@ READ = {
         "turns": [LISTED, "[[x]]"],
         "left_out": ["A"],
     },
-    "one column of a letter alone": {
+    "only one column of a letter": {
         "row": {"question": "Q", "A": "x", "answer": "yes"},
         "turns": ["Q", "[[yes]]"],
         "left_out": ["A"],

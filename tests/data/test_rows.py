@@ -110,7 +110,7 @@ def test_a_question_without_parts_is_empty():
     assert parsed_turns == [("user", [""]), ("assistant", ["A"])]
 
 
-def test_the_images_of_a_question_with_its_answer_are_the_question_s():
+def test_images_beside_a_question_and_its_answer_belong_to_the_question():
     pairs = [
         {
             "question": "Q",
@@ -651,19 +651,14 @@ def test_what_a_worker_of_a_data_loader_says_of_a_bad_row_is_its_reason():
 
 
 def spaced_tokenizer(legacy: bool):
-    """Llama 2's, which puts a space before a text, or before every piece; and tokens that eat."""
+    """Returns Llama 2's tokenizer with tokens that remove the spaces beside them.
+
+    It puts a space before a text or, if `legacy`, before every piece.
+    """
     tokenizer = chat_families.llama_tokenizer(legacy)
     for token in (
-        AddedToken(
-            "<cut>",
-            special=True,
-            rstrip=True,
-        ),
-        AddedToken(
-            "<eat>",
-            special=True,
-            lstrip=True,
-        ),
+        AddedToken("<cut>", special=True, rstrip=True),
+        AddedToken("<eat>", special=True, lstrip=True),
     ):
         tokenizer.add_tokens(token, special_tokens=True)
     return tokenizer
@@ -678,7 +673,7 @@ def spaced_always_tokenizer():
 
 
 def plain_tokenizer():
-    """One without special tokens, which knows "the"."""
+    """Returns a tokenizer without special tokens. It knows "the"."""
     tokens = [*" thea1|<_", "th", "the"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [("t", "h"), ("th", "e")]
@@ -686,15 +681,11 @@ def plain_tokenizer():
 
 
 def normalizing_tokenizer():
-    """One whose special token is looked for in the normalized text: only at its beginning."""
+    """Returns a tokenizer that finds its special token only where the normalized text begins."""
     tokenizer = plain_tokenizer()
     tokenizer.backend_tokenizer.normalizer = Prepend("_")
     tokenizer.add_tokens(
-        AddedToken(
-            "<a>",
-            special=True,
-            normalized=True,
-        ),
+        AddedToken("<a>", special=True, normalized=True),
         special_tokens=True,
     )
     return tokenizer

@@ -86,7 +86,7 @@ FOLDERS = {
         "read": ["0.tar"],
         "others": ["0.parquet"],
     },
-    "several shards, which `datasets` reads": {
+    "several shards are read by `datasets`": {
         "files": ["0.tar", "1.tar"],
         "split": "train",
         "read": [],
@@ -725,7 +725,10 @@ def ten_rows():
 
 
 def test_rows_are_read_from_a_number_on(ten_rows):
-    assert ten_rows.rows(3, 2) == [("mine", 3, {"a": 3}), ("mine", 4, {"a": 4})]
+    assert ten_rows.rows(3, 2) == [
+        ("mine", 3, {"a": 3}),
+        ("mine", 4, {"a": 4}),
+    ]
     last_numbers = [number for _, number, _ in ten_rows.rows(8, 5)]
     assert last_numbers == [8, 9]
 
@@ -864,7 +867,7 @@ def test_classes_have_their_names_and_what_is_not_a_class_stays(dataset_with_cla
 
 
 def test_filtered_rows_have_the_names_of_classes(dataset_with_classes):
-    """Rows are filtered by one column, without those of the classes."""
+    """Only the column of the condition is read to filter rows."""
     source = Source("mine", ImageRules(), dataset_with_classes)
     filtered = source.filtered(parse_filters("a>=2"))
     assert raw_rows(filtered) == ROWS_WITH_CLASSES[1:]
