@@ -4,7 +4,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from datasets import Dataset
 from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor, PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
-from .images import ImageRules, PlainFiles, Problem, StoredImage, image_problem
+from .images import ImageRules, PlainFiles, Problem, image_problem
 from .once import warn_once
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Message, Row
@@ -247,19 +248,23 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     Texts are not divided at special tokens whose options change that.
     """
     dividing_tokens = _dividing_tokens(tokenizer)
-    pieces_by_text = [_pieces(text, dividing_tokens) for text in texts]
+    pieces_by_text = []
+    for text in texts:
+        token_starts = [match.start() for match in dividing_tokens.finditer(text)]
+        boundaries = [0, *token_starts, len(text)]
+        pieces_by_text.append([text[start:end] for start, end in pairwise(boundaries)])
     distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
     encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
-    ids_by_piece = {}
-    for piece, encoding in zip(distinct_pieces, encodings, strict=True):
-        ids_by_piece[piece] = encoding.ids
+    encoding_by_piece = dict(zip(distinct_pieces, encodings, strict=True))
     ids_by_text = []
     for pieces in pieces_by_text:
-        ids_of_pieces = [ids_by_piece[piece] for piece in pieces]
-        ids_by_text.append(list(chain.from_iterable(ids_of_pieces)))
+        token_ids: list[int] = []
+        for piece in pieces:
+            token_ids += encoding_by_piece[piece].ids
+        ids_by_text.append(token_ids)
     return ids_by_text
 
 
@@ -271,13 +276,6 @@ def _dividing_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
         if token.special and not depends:
             contents.append(token.content)
     return any_of(contents)
-
-
-def _pieces(text: str, dividing_tokens: re.Pattern[str]) -> list[str]:
-    """Divides a text before each of the tokens."""
-    token_starts = [match.start() for match in dividing_tokens.finditer(text)]
-    boundaries = [0, *token_starts, len(text)]
-    return [text[start:end] for start, end in pairwise(boundaries)]
 
 
 def rendered(
@@ -309,14 +307,11 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
     return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
 
 
-def image_problems(
-    images: Callable[[range], list[list[StoredImage]]], count: int, name: str, rules: ImageRules
-) -> dict[int, Problem]:
+def image_problems(rows: Dataset, name: str, rules: ImageRules) -> dict[int, Problem]:
     """Opens the images of rows. The processes share the work.
 
     Args:
-        images: Returns the images of some rows that follow each other.
-        count: The number of rows.
+        rows: Rows in parsed form.
         name: The name of the data set, to be shown.
         rules: Which files images may be.
 
@@ -326,13 +321,14 @@ def image_problems(
 
     def find_problems(numbers: range) -> list[tuple[int, Problem]]:
         row_problems = []
-        for row_number, row_images in zip(numbers, images(numbers), strict=True):
+        images_by_row = rows[numbers]["images"]
+        for row_number, row_images in zip(numbers, images_by_row, strict=True):
             row_problem = image_problem(row_images, rules)
             if row_problem:
                 row_problems.append((row_number, row_problem))
         return row_problems
 
-    chunks = _chunks(_own_rows(count), _CHUNK)
+    chunks = _own_chunks(len(rows), _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
             threads.map(find_problems, chunks),
@@ -345,32 +341,29 @@ def image_problems(
         return dict(gather_object(list(chain.from_iterable(results))))
 
 
-def unopened_image_problems(
-    paths: Callable[[range], list[list[str]]], count: int, rules: ImageRules
-) -> dict[int, Problem]:
+def unopened_image_problems(paths: Sequence[list[str]], rules: ImageRules) -> dict[int, Problem]:
     """Finds images that do not exist or are not allowed. No image is opened.
 
-    Folders are listed, and what is not a plain file in an allowed folder is looked at by itself.
-    The processes share the work.
+    Folders are listed. Only paths that are not plain files in an allowed folder are looked at one
+    by one. The processes share the work.
 
     Args:
-        paths: Returns the paths of images of some rows that follow each other.
-        count: The number of rows.
+        paths: The paths of the images of each row. They are read a slice at a time.
         rules: Which files images may be.
 
     Returns:
         The file and the reason, by number of the rows with such images.
     """
-    chunks = _chunks(_own_rows(count), _LISTED)
+    chunks = _own_chunks(len(paths), _LISTED)
     images_by_folder = Counter[str]()
     for numbers in chunks:
-        for path in chain.from_iterable(paths(numbers)):
+        for path in chain.from_iterable(paths[numbers.start : numbers.stop]):
             folder = path.rpartition("/")[0]
             images_by_folder[folder] += 1
     plain_files = PlainFiles(images_by_folder, rules)
     problems: list[tuple[int, Problem]] = []
     for numbers in chunks:
-        paths_by_row = paths(numbers)
+        paths_by_row = paths[numbers.start : numbers.stop]
         all_paths = list(chain.from_iterable(paths_by_row))
         are_plain = iter(plain_files.include(all_paths).tolist())
         for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
@@ -384,20 +377,11 @@ def unopened_image_problems(
     return dict(gather_object(problems))
 
 
-def _chunks(rows: range, size: int) -> list[range]:
-    """Divides rows into ranges of at most `size` rows."""
-    chunks = []
-    for start in range(0, len(rows), size):
-        chunks.append(rows[start : start + size])
-    return chunks
-
-
-def _own_rows(count: int) -> range:
-    """Returns the range of rows that this process checks; `count` is the number of all rows."""
-    state = PartialState()
-    first_row = count * state.process_index // state.num_processes
-    end_row = count * (state.process_index + 1) // state.num_processes
-    return range(first_row, end_row)
+def _own_chunks(count: int, size: int) -> list[range]:
+    """Returns the ranges of at most `size` rows that this process checks, of `count` rows."""
+    chunks = [range(count)[start : start + size] for start in range(0, count, size)]
+    with PartialState().split_between_processes(chunks) as own_chunks:
+        return own_chunks
 
 
 def bad_rows_message(

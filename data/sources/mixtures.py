@@ -22,7 +22,15 @@ from ..rows.parse import FEATURES
 from .arguments import DataArguments, DataSource
 from .source import AnyData, ParsedRow, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
-from .table import CheckedTable, RowReader, measure, only_valid, rows_on_access, valid_table
+from .table import (
+    CheckedTable,
+    RowReader,
+    check_rows,
+    measure,
+    require_valid_rows,
+    rows_on_access,
+    valid_table,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -229,7 +237,8 @@ def _prepare_held_out(table: Dataset, reader: RowReader, checks: Checks) -> _Pre
     """Checks rows that were held out of training. All their images are opened."""
     # Any file is allowed here: links that leave the image folder were checked with all rows.
     source = Source("held out of training", ImageRules(), table)
-    checked = only_valid(table, reader, source, checks, "eval")
+    checked = check_rows(table, reader, source, checks, "eval")
+    require_valid_rows(checked, source, checks)
     return _in_memory(checked, reader)
 
 

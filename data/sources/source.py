@@ -93,7 +93,7 @@ class Source:
             yield from self._stream(self.data)
             return
         for start in range(0, len(self.data), CHUNK):
-            yield from self.rows(start, CHUNK)
+            yield from self.rows_at(range(len(self.data))[start : start + CHUNK])
 
     def _stream(self, data: IterableDataset) -> Iterator[StoredRow]:
         if data.features:
@@ -103,23 +103,20 @@ class Source:
             if _meets(row.content, self.filters):
                 yield self._named(row)
 
-    def rows(self, start: int, count: int) -> list[StoredRow]:
-        """Returns at most `count` rows in memory from a number on, as iterating gives them."""
-        assert isinstance(self.data, Dataset)
-        end = min(start + count, len(self.data))
-        return self.rows_at(range(start, end))
-
     def rows_at(self, numbers: Sequence[int]) -> list[StoredRow]:
-        """Returns the rows in memory of these numbers, as iterating gives them; read at once."""
+        """Returns the rows in memory of these numbers, as iterating gives them.
+
+        They are read together, which is faster than one by one.
+        """
         assert isinstance(self.data, Dataset)
-        if self.data.format["type"] != "arrow":  # one's own transform
+        if self.data.format["type"] == "arrow":
+            stored_rows = self.data[numbers].to_pylist()
+        else:  # the user's own transform
             stored_rows = [self.data[number] for number in numbers]
-        elif isinstance(numbers, range):
-            stored_rows = self.data[numbers.start : numbers.stop].to_pylist()
-        else:
-            stored_rows = self.data[list(numbers)].to_pylist()
-        rows = [self._row(number, row) for number, row in zip(numbers, stored_rows, strict=True)]
-        return [self._named(row) for row in rows]
+        rows = []
+        for number, stored_row in zip(numbers, stored_rows, strict=True):
+            rows.append(self._named(self._row(number, stored_row)))
+        return rows
 
     def _row(self, number: int, stored: Any) -> StoredRow:
         """Returns a stored row with its own names of columns."""
