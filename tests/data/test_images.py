@@ -200,15 +200,10 @@ def test_listed_folders_allow_what_looking_at_each_file_allows(tmp_path, monkeyp
 
     monkeypatch.setattr(ImageRules, "check_file", watched)
     monkeypatch.setattr(checks, "_LISTED", 4)
-    assert (
-        unopened_image_problems(lambda few: rows[few.start : few.stop], len(rows), rules)
-        == expected
-    )
+    assert unopened_image_problems(rows, rules) == expected
     assert not {rows[0][0], rows[1][0], rows[4][0]} & {*looked_at}
     monkeypatch.chdir(tmp_path)
-    anywhere = unopened_image_problems(
-        lambda few: rows[few.start : few.stop], len(rows), ImageRules()
-    )
+    anywhere = unopened_image_problems(rows, ImageRules())
     assert {names[number] for number in anywhere if number < len(names)} == {
         *("broken.png", "folder.png", "absent.png", "absent/plain.png"),
         *(["PLAIN.png"] if not (folder / "PLAIN.png").exists() else []),

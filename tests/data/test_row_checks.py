@@ -220,7 +220,7 @@ def test_rows_of_several_messages_have_lengths_in_their_order():
 
 
 def test_this_process_alone_checks_all_rows():
-    assert checks._own_rows(7) == range(7)
+    assert checks._own_chunks(7, 4) == [range(4), range(4, 7)]
 
 
 def test_processes_check_rows_that_follow_each_other(monkeypatch):
@@ -229,18 +229,17 @@ def test_processes_check_rows_that_follow_each_other(monkeypatch):
     shares = []
     for rank in range(3):
         monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
-        shares.append(checks._own_rows(7))
-    assert [number for share in shares for number in share] == [*range(7)]
+        shares.append(checks._own_chunks(7, 1))
+    assert [rows.start for share in shares for rows in share] == [*range(7)]
     assert sorted(map(len, shares)) == [2, 2, 3]
 
 
 def test_what_other_processes_found_is_among_the_problems(monkeypatch):
     found = {7: ("b.png", "it is broken")}
     monkeypatch.setattr(checks, "gather_object", lambda own: [*own, *found.items()])
-    images = lambda few: [[inside("red")] for _ in few]
-    paths = lambda few: [[] for _ in few]
-    assert checks.image_problems(images, 3, "data", ImageRules()) == found
-    assert checks.unopened_image_problems(paths, 3, ImageRules()) == found
+    rows = Dataset.from_list([{"images": [inside("red")]}] * 3)
+    assert checks.image_problems(rows, "data", ImageRules()) == found
+    assert checks.unopened_image_problems([[]] * 3, ImageRules()) == found
 
 
 def test_one_process_of_several_warns_and_records(monkeypatch, tmp_path, caplog):

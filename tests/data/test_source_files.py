@@ -331,7 +331,7 @@ def test_columns_of_a_stream_are_looked_for_in_its_first_thousand_rows(tmp_path)
         lines = [json.dumps({"a": 1, "b" if number == place else "a": 2}) for number in range(1001)]
         file.write_text("\n".join(lines))
         source = DataSource(str(file), columns=["b"])
-        assert len(list(open_source(source, False).rows(0, 3))) == 3
+        assert len(list(open_source(source, False).rows_at(range(3)))) == 3
         if found:
             open_source(source, True)
         else:
@@ -342,8 +342,8 @@ def test_columns_of_a_stream_are_looked_for_in_its_first_thousand_rows(tmp_path)
 def test_rows_are_read_from_a_number_on():
     data = Dataset.from_dict({"a": [*range(10)]}, features=Features(a=Value("int64")))
     source = Source("mine", ImageRules(), data)
-    assert source.rows(3, 2) == [("mine", 3, {"a": 3}), ("mine", 4, {"a": 4})]
-    assert [number for _, number, _ in source.rows(8, 5)] == [8, 9]
+    assert source.rows_at(range(3, 5)) == [("mine", 3, {"a": 3}), ("mine", 4, {"a": 4})]
+    assert [number for _, number, _ in source.rows_at([8, 9])] == [8, 9]
     assert [raw["a"] for _, _, raw in source.rows_at([7, 2, 7])] == [7, 2, 7]
     chosen = source.filtered(parse_filters("a>=4,a!=6,a<9"))
     assert [(number, raw["a"]) for _, number, raw in chosen] == [(n, n) for n in (4, 5, 7, 8)]
