@@ -169,7 +169,7 @@ def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         row_count = len(source.data)
         order = rng.sample(range(row_count), row_count)
-        return chain.from_iterable(source.rows(row, 1) for row in order)
+        return chain.from_iterable(source.rows_at([row]) for row in order)
     first_rows = islice(source, limit)
     rows = list(track(first_rows, f"reading {source.name}", total=limit))
     rng.shuffle(rows)
