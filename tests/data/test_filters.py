@@ -79,7 +79,7 @@ def test_images_are_not_read_to_filter_rows(processor, tmp_path, caplog):
 def test_what_cannot_be_compared_is_an_error(processor, tmp_path):
     path = write(tmp_path, "jsonl")
     for filters, reason in {
-        "scor>=4": "filters names 'scor', which no row has. Its columns are: answer, kind",
+        "scor>=4": "filters names 'scor', but the columns of the data are: answer, kind",
         "kind>=4": "kind is 'x' in a row, and no number",
         "score>=high": "'high', which is no number",
         "score": "'score', which is no condition. Write filters as",

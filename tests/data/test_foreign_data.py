@@ -34,7 +34,7 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
     files = [{"split": "train", "path": f"{path.format(private)}/rows.parquet"}]
     configs = json.dumps([{"config_name": "default", "data_files": files}])
     (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    assert "private/rows.parquet, which is not in the folder" in refused(tmp_path / "data")
+    assert "private/rows.parquet, outside of the folder" in refused(tmp_path / "data")
 
 
 @pytest.mark.parametrize("how", ["relative", "absolute", "link"])
@@ -51,7 +51,7 @@ def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, ho
     else:
         file["filename"] = {"absolute": str(moved), "relative": "../private/rows.arrow"}[how]
     state.write_text(json.dumps(content))
-    assert "which is not in the folder" in refused(folder)
+    assert "outside of the folder" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["data.csv", "metadata.jsonl"])
@@ -60,5 +60,5 @@ def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, na
     link = tmp_path / "data" / name
     link.parent.mkdir()
     link.symlink_to(private / "kept")
-    assert f"{name}, which is not in the folder" in refused(link.parent)
+    assert f"{name}, outside of the folder" in refused(link.parent)
     assert list(open_source(DataSource(str(link)), False))  # if it is named itself

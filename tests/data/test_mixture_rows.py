@@ -104,13 +104,13 @@ def test_a_data_set_that_is_held_out_whole_is_not_used(processor, tmp_path):
 def test_fractions_are_numbers_above_0_of_all_data_sets(wrong):
     sources = [DataSource("a", fraction=1), DataSource("b", fraction=wrong)]
     with pytest.raises(ValueError, match="Give all data sets a fraction, a number above 0"):
-        mixtures._fractions(sources)
+        mixtures._checked_fractions(sources)
 
 
 def test_fractions_are_shares_of_their_sum():
-    assert mixtures._fractions([DataSource("a"), DataSource("b")]) == ()
+    assert mixtures._checked_fractions([DataSource("a"), DataSource("b")]) == ()
     sources = [DataSource("a", fraction=1), DataSource("b", fraction="3")]
-    assert mixtures._fractions(sources) == (0.25, 0.75)
+    assert mixtures._checked_fractions(sources) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_fractions_are_shares_of_their_sum():
 )
 def test_that_a_stream_takes_turns_is_told_where_it_does(caplog, count, fractions, warns):
     warn_once.cache_clear()
-    mixtures._check_streams([DataSource(name) for name in "ab"[:count]], fractions)
+    mixtures._check_streams([DataSource(name) for name in "ab"[:count]], fractions, None)
     assert ("a row of each in turn" in caplog.text) == warns
 
 
