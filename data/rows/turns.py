@@ -59,13 +59,13 @@ class Row:
     """A row read by its form, unchecked."""
 
     form: str  # the column that identifies its form
-    messages: list[Message] = field(default_factory=list)
-    images: list[Any] = field(default_factory=list)  # of the image parts, in order
-    learned: list[bool] = field(default_factory=list)  # for each assistant turn
-    options: dict[str, str] = field(default_factory=dict)  # of a question, by letter
-    accepted: list[str] = field(default_factory=list)  # right answers, if several
-    left_out: list[str] = field(default_factory=list)  # as `messages.tool_calls`
-    changed: list[str] = field(default_factory=list)  # what was changed, in words
+    messages: list[Message]
+    images: list[Any]  # of the image parts, in order
+    learned: list[bool]  # for each assistant turn
+    options: dict[str, str]  # of a question, by letter
+    accepted: list[str]  # right answers, if several
+    left_out: list[str]  # columns and keys that are not read, such as `messages.tool_calls`
+    changed: list[str]  # what was changed, in words
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
 def _roles_by_key(fields: Mapping) -> dict[str, Any]:
     """Returns the role of each key that holds the text of a turn.
 
-    A question with its answer has two such keys. An element that is no turn has none.
+    A question with its answer has two such keys. An element that is not a turn has none.
     """
     if fields.get("from"):
         return {"value": fields["from"]}
@@ -332,15 +332,11 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     for image_number, part in enumerate(empty_parts):
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
+    filled_turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
     remaining_images = iter(images)
-    filled_turns = []
-    for turn in turns:
-        content = []
-        for part in turn.content:
-            if part["type"] == "image" and part.get("image") is None:
-                part = {**part, "image": next(remaining_images)}
-            content.append(part)
-        filled_turns.append(replace(turn, content=content))
+    for part in image_parts(filled_turns):
+        if part.get("image") is None:
+            part["image"] = next(remaining_images)
     return filled_turns
 
 

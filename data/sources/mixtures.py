@@ -88,7 +88,7 @@ def load_data(
 
     Raises:
         ValueError: A data set cannot be read, has too many bad rows, has no row left, or has no
-            images where they are needed; or options of the data contradict each other.
+            images where they are needed. Options of the data contradict each other.
     """
     streaming = arguments.dataset_streaming
     fractions = _checked_fractions(arguments.sources)
@@ -354,7 +354,7 @@ def _unused_rows(
             left_out.append(f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}")
     if not left_out:
         return None
-    # By source: the size of a mixture in which the fraction of the source is each of its rows once.
+    # For each source, how large the mixture must be for its fraction to be all of its rows once.
     sizes = [count / share for count, share in zip(counts, fractions, strict=True)]
     sizes_with_repeats = [size * repeat for size, repeat in zip(sizes, repeats, strict=True)]
     limiting_source = sizes_with_repeats.index(min(sizes_with_repeats))

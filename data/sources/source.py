@@ -33,8 +33,8 @@ from .files import (
     ROWS,
     files_of_folder,
     images_of_folder,
-    loaded,
     open_files,
+    row_of_json,
 )
 from .filters import Filter, parse_filters
 
@@ -107,7 +107,7 @@ class Source:
     def rows_at(self, numbers: Sequence[int]) -> list[StoredRow]:
         """Returns the rows in memory of these numbers, as iterating gives them.
 
-        They are read together, which is faster than one by one.
+        They are read together. That is faster than one by one.
         """
         assert isinstance(self.data, Dataset)
         if self.data.format["type"] == "arrow":
@@ -126,7 +126,7 @@ class Source:
             number = self.numbers[number]
         content = stored
         if self._kept_as_text:
-            content = loaded(stored["json"])
+            content = row_of_json(stored["json"])
             if stored["file"]:
                 source_name = stored["file"]
                 number = stored["number"]
@@ -249,7 +249,7 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
     Args:
         source: Where its rows are, and which of them to read.
         streaming: Whether rows are read only when they are needed.
-        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+        num_proc: How many processes write the cache of `datasets`. By default one for each core.
 
     Raises:
         ValueError: The data set does not exist or cannot be read, or `columns` or `filters` do not
@@ -294,7 +294,7 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
 
     Args:
         arguments: Options of the data.
-        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+        num_proc: How many processes write the cache of `datasets`. By default one for each core.
 
     Raises:
         ValueError: There is no held-out data, or it cannot be read.
@@ -462,7 +462,7 @@ class Shards(WebDataset):
                 columns[column] = content.decode("utf-8-sig", "surrogateescape")
             else:
                 columns[cls._kind(column)] = "a file"
-        row = loaded(json_text)
+        row = row_of_json(json_text)
         if isinstance(row, dict):
             json_text = json.dumps(row | columns)
         return {"json": json_text, "images": images}

@@ -158,7 +158,9 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
     number = 0
     for number, row in enumerate(_parsed(source, checks, first), 1):
         dropped = checks.too_long(row)
-        problem = _problem(row, source, open_images=first is not None)
+        problem: Problem | None = (row["file"], row["reason"])
+        if row["reason"] is None:
+            problem = image_problem(row["images"], source.rules, decode=first is not None)
         if problem:
             dropped = DroppedRow(row["source"], row["row"], *problem)
             # If all may be bad, a list of them would grow for ever.
@@ -183,10 +185,3 @@ def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[Parse
         if not parsed_rows:
             return
         yield from parsed_rows
-
-
-def _problem(row: ParsedRow, source: Source, open_images: bool) -> Problem | None:
-    """Returns the file and the reason why a row cannot be trained on, or None."""
-    if row["reason"]:
-        return row["file"], row["reason"]
-    return image_problem(row["images"], source.rules, decode=open_images)
