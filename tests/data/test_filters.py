@@ -80,13 +80,13 @@ def test_what_cannot_be_compared_is_an_error(processor, tmp_path):
     path = write(tmp_path, "jsonl")
     for filters, reason in {
         "scor>=4": "filters names 'scor', but the columns of the data are: answer, kind",
-        "kind>=4": "kind is 'x' in a row, and no number",
-        "score>=high": "'high', which is no number",
-        "score": "'score', which is no condition. Write filters as",
+        "kind>=4": "kind is 'x' in a row, not a number",
+        "score>=high": "'high', not with a number",
+        "score": "'score', not a condition. Write filters as",
         "score>=9": "none of its 5 rows has score>=9",
     }.items():
         with pytest.raises(ValueError, match=reason):
             read(path, processor, filters=filters)
-    with pytest.raises(ValueError, match="no condition"):
+    with pytest.raises(ValueError, match="not a condition"):
         DataSource("data.json", filters=[4])
     assert [str(each) for each in parse_filters("a b >= 4,c==d=e")] == ["a b>=4", "c=d=e"]

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from train_data import answers, assistant, image_bytes, images, llava, read, user, write_json
 
 from normalign_llava.data.rows.checks import Checks
-from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.rows.forms import PROMPT, ROW_FORMS
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.files import READERS
 from normalign_llava.data.sources.mixtures import prepare_rows
@@ -30,7 +30,7 @@ def said(row) -> list[tuple[str, str]]:
 
 def test_every_form_has_an_example():
     shown = [json.loads(text).keys() for kind, _, text in EXAMPLES if kind == "json"]
-    for form in FORMS[:-1]:  # the last is an image alone, which cannot be trained on
+    for form in ROW_FORMS[:-1]:  # the last is an image alone, which cannot be trained on
         assert any((form[0] or form[1]) in row for row in shown), form
     assert {kind for kind, *_ in EXAMPLES} == {"json", "csv", "python"} and len(EXAMPLES) >= 14
     assert all(suffix in DOCS for suffix in READERS)
@@ -127,7 +127,7 @@ def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
     with pytest.raises(ValueError, match="columns names 'none', but"):
         rows(columns=["caption", "none"])
     for wrong in ("image", "image=", "img=path", {"image": 3}):
-        with pytest.raises(ValueError, match="columns (must be pairs|names 'img', which no form)"):
+        with pytest.raises(ValueError, match="columns (must be pairs|names 'img', but known)"):
             rows(columns=wrong)
 
 

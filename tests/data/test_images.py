@@ -239,7 +239,7 @@ def test_an_image_may_be_its_base64_alone_in_one_line_or_several(form):
 def test_what_begins_as_base64_and_is_none_is_no_image():
     encoded = base64.b64encode(image_bytes()).decode()
     for text in (f"data:image/png;base64,{encoded[:8]}@@@@{encoded[8:]}", "data:image/png,x"):
-        with pytest.raises(ValueError, match="is no image in base64"):
+        with pytest.raises(ValueError, match="is not in base64"):
             ImageRules().image(text)
     name = f"{encoded[:101]}.png"  # a path of letters that base64 has too
     assert ImageRules("/images").image(name)["path"] == f"/images/{name}"

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from normalign_llava.data.sources.files import loaded, open_files
+from normalign_llava.data.sources.files import open_files, row_of_json
 
 
 def rows(file) -> list:
-    return [loaded(row["json"]) for row in open_files((str(file),), streaming=True)]
+    return [row_of_json(row["json"]) for row in open_files((str(file),), streaming=True)]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
@@ -25,7 +25,7 @@ def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path):
     for text, reason in {
         "": "is not valid JSON: Expecting value: line 1 column 1",
         '[{"a": 1}': r"is not valid JSON: Expecting ',' delimiter: line 1 column 10",
-        '{"a": 1}': "is no JSON list of rows",
+        '{"a": 1}': "is not a JSON list of rows",
         '[1]\n{"a": 2}': "is not valid JSON: Extra data",
         "[" * 100_000: "is not valid JSON",
     }.items():
@@ -65,7 +65,7 @@ def test_lines_in_utf_16_are_read(tmp_path):
 
 
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
-    assert loaded("{\ud83d") == b"{?"
+    assert row_of_json("{\ud83d") == b"{?"
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a": "\xff"}\n\n{"a":"\\u00ff"}')
     marked, invalid, last = rows(tmp_path / "data.jsonl")
     assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}

@@ -251,7 +251,7 @@ REFUSED = [
     ({"image": "a.png"}, "it has no assistant turn; add a metadata.csv"),
     ({"image": "a.png", "blip_caption": "A"}, "form is not known. .* columns: blip_caption, image"),
     ({"caption": "A"}, "its form is not known. It has the columns: caption; known"),
-    ({"messages": QA, "system": 5}, "its column system is no text"),
+    ({"messages": QA, "system": 5}, "its column system is not text"),
     ({"messages": QA, "video": "a.mp4"}, "it has video, and only images are read"),
     ({"messages": QA, "audios": ["a.wav"]}, "it has audios, and only images are read"),
     ({"image": "a.png", "text": "Q", "question_id": 0, "label": "A"}, "question=text,answer=label"),

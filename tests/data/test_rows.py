@@ -204,7 +204,7 @@ BAD = [
     ({"question": "Q", "choices": ["a.png", "b.png"], "answer": 0}, "no images"),
     ({"question": " ", "answer": "A"}, "its question is empty.*--columns caption=answer"),
     ({"question": "Q", "answer": True}, "answer must be text or a list of turns, got True"),
-    ({"image": "a.png", "text": '{"question": "Q"}'}, "no caption but JSON: question"),
+    ({"image": "a.png", "text": '{"question": "Q"}'}, "is JSON, not a caption: question"),
     ({"image": "a.png", "text": "Q", "label": "A"}, "question=text,answer=label; .* caption=text"),
     ({"image": "a.png", "text": "Q", "question_id": 0}, "--columns question=text, .* caption=text"),
     ({"prompt": "Q", "completion": "A", "label": False}, "is unwanted .label false., for KTO"),

@@ -15,13 +15,18 @@ from train_data import arguments, image_bytes, images, llava, write_parquet
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.sources import files as source_files, source as source_module
 from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
-from normalign_llava.data.sources.files import files_of_folder, images_of_folder, loaded, open_files
+from normalign_llava.data.sources.files import (
+    files_of_folder,
+    images_of_folder,
+    open_files,
+    row_of_json,
+)
 from normalign_llava.data.sources.filters import Filter, parse_filters
 from normalign_llava.data.sources.source import Source, open_held_out, open_source
 
 
 def rows(file) -> list:
-    return [loaded(row["json"]) for row in open_files((str(file),), streaming=True)]
+    return [row_of_json(row["json"]) for row in open_files((str(file),), streaming=True)]
 
 
 def names(folder, *files: str) -> None:
@@ -194,8 +199,8 @@ def test_paths_that_are_no_data(tmp_path, streaming):
         (tmp_path / "notes.txt", None, "There is no data file .*notes.txt"),
         (tmp_path / "folder.json", None, "There is no data file .*folder.json"),
         (tmp_path / "none.csv", None, "There is no data file .*none.csv"),
-        (tmp_path / "none", None, "none is no file or folder here"),
-        ("a/b/c", None, "a/b/c is no file or folder here, nor owner/name"),
+        (tmp_path / "none", None, "none is not a file or folder here"),
+        ("a/b/c", None, "a/b/c is not a file or folder here, nor owner/name"),
         (tmp_path / "rows.json", tmp_path / "none", "no image folder or .zip file .*none"),
         (tmp_path / "rows.json", tmp_path / "a.png", "no image folder or .zip file .*a.png"),
         (tmp_path / "rows.json", tmp_path / "a::b.zip", "no image folder or .zip file .*a::b"),
@@ -370,7 +375,7 @@ def test_conditions_are_parsed_at_their_first_comparison():
     assert parse_filters(["a=x, y"]) == (Filter("a", "=", "x, y"),)
     assert parse_filters(["a=x\ny"]) == (Filter("a", "=", "x\ny"),)
     assert parse_filters(None) == parse_filters([]) == ()
-    with pytest.raises(ValueError, match="a is 'x' in a row, and no number"):
+    with pytest.raises(ValueError, match="a is 'x' in a row, not a number"):
         Filter("a", "<", "4").keeps({"a": "x"})
     for wrong in ("", "a=", "=4", "a>=x", ["a", "b=1"]):
         with pytest.raises(ValueError, match="filters (has|compares)"):
