@@ -166,10 +166,10 @@ def _what_is_this(files: list[Path]) -> list[Question]:
     Args:
         files: The drawings of the `EMOJI`, in their order.
     """
-    return [
-        Question("emoji", "what is this?", emoji_name, drawing_file, emoji_name)
-        for emoji_name, drawing_file in zip(EMOJI, files, strict=True)
-    ]
+    questions = []
+    for emoji_name, drawing_file in zip(EMOJI, files, strict=True):
+        questions.append(Question("emoji", "what is this?", emoji_name, drawing_file, emoji_name))
+    return questions
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:

@@ -142,11 +142,14 @@ def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _locked(target: Path) -> FileLock:
+    """Returns the lock of a file or folder to be written, after its parent folder is made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(target.with_name(f".{target.name}.lock"))
 
 
 def _unpack(archive: Archive, folder: Path) -> None:
+    """Fetches an archive, and unpacks its needed members into a folder. Raises FetchError."""
+
     def is_needed(member: str) -> bool:
         return any(fnmatch(member, pattern) for pattern in archive.members)
 

@@ -145,6 +145,7 @@ def run_quickstart(
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
+    """Runs the steps of [`run_quickstart`] that are not finished, and returns all results."""
     journal = Journal(output, settings)
     console = journal.console
     logging.disable_progress_bar()  # these parts load in a second

@@ -307,7 +307,11 @@ def filled_columns(raw: Mapping) -> str:
 
 def _form(raw: Mapping, has_images: bool) -> Form:
     """Returns the form of a row, as [`ROW_FORMS`] says. Raises [`UnknownForm`] without one."""
-    present_columns = _present_columns(raw)
+    present_columns = {
+        column for column, value in raw.items() if value == "" or not is_empty(value)
+    }
+    if not present_columns.isdisjoint({"answers", "answer_index"}):
+        present_columns.add("answer")
     for form in ROW_FORMS:  # a question with its answer comes before another question
         has_answer = form.answer is None or form.answer in present_columns
         if form.question in present_columns and has_answer:
@@ -324,19 +328,6 @@ def _form(raw: Mapping, has_images: bool) -> Form:
         "conversations, messages, texts, prompt with completion, question with answer, caption or "
         "text with image"
     )
-
-
-def _present_columns(raw: Mapping) -> set[Any]:
-    """Returns the columns that hold something or an empty text.
-
-    `answer` is one of them if the answer is in `answers` or `answer_index`.
-    """
-    present_columns = {
-        column for column, value in raw.items() if value == "" or not is_empty(value)
-    }
-    if not present_columns.isdisjoint({"answers", "answer_index"}):
-        present_columns.add("answer")
-    return present_columns
 
 
 def _read_images(raw: Mapping) -> list[Any]:
@@ -547,6 +538,7 @@ def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_readable(raw: Mapping) -> bool:
+    """Whether a row can be read, and begins with a question that has an answer at the end."""
     try:
         parsed_row = read_row(raw)
     except ValueError:
@@ -556,6 +548,7 @@ def _is_readable(raw: Mapping) -> bool:
 
 
 def _looks_like_an_image(image: Any) -> bool:
+    """Whether a value, or the first in a list, is an image or has the path of one."""
     image = _first(image)
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path") or image.get("url")

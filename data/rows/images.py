@@ -162,6 +162,7 @@ class ImageRules:
 
     @property
     def _place(self) -> str:
+        """What messages call the place that images may be in."""
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
 
     def _allow(self, path: str, resolve: Callable[[str], str]) -> bool:
@@ -315,6 +316,7 @@ class PlainFiles:
 
 
 def _hashes(paths: Iterable[str]) -> np.ndarray:
+    """Returns a hash of 8 bytes for each path."""
     return np.fromiter(map(hash, paths), np.int64)
 
 

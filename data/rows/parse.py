@@ -202,6 +202,7 @@ def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[st
 def _check_text(
     text: str, turn_name: str, image_tokens: set[str], control_tokens: re.Pattern[str] | None
 ) -> None:
+    """Raises ValueError if a text has half a surrogate pair, or a token that is not allowed."""
     if printable(text) != text:
         raise ValueError(f"{turn_name} is not valid Unicode: half of a surrogate pair")
     for token in image_tokens:

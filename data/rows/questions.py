@@ -68,21 +68,17 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
         if isinstance(column_text, str):
             read_columns.add(column)
             lines.append(column_text)
-    if not _shows_options(question, options):
+    shows_options = all(
+        re.search(rf"\b{letter}\W{{1,3}}{re.escape(option)}", question)
+        for letter, option in options.items()
+    )
+    if not shows_options:
         for letter, option in options.items():
             lines.append(f"{letter}. {option}")
     prompt = "\n".join(filter(None, lines))
     if not prompt.strip():
         raise ValueError("its question is empty; read a caption with --columns caption=answer")
     return prompt, read_columns
-
-
-def _shows_options(question: str, options: Options) -> bool:
-    """Whether the text of a question has all options after their letters."""
-    for letter, option in options.items():
-        if not re.search(rf"\b{letter}\W{{1,3}}{re.escape(option)}", question):
-            return False
-    return True
 
 
 def _require_letter(index: Any, options: Options) -> str:

@@ -263,6 +263,7 @@ def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]
 
 
 def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
+    """Reads an image part. Returns it with the names of its keys that are not read."""
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:

@@ -116,6 +116,7 @@ class ZipImages:
 
 
 def _entry(info: zipfile.ZipInfo) -> Entry:
+    """Returns where a file is in the archive. The method `_REFUSED` says: not to be read."""
     is_link = stat.S_ISLNK(info.external_attr >> 16)
     is_encrypted = info.flag_bits & 1
     method = info.compress_type

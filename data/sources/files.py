@@ -65,6 +65,7 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
 
 
 def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Reads the rows of files, in the columns `ROWS`. Raises ValueError if a file is not valid."""
     for file in files:
         path = Path(file)
         reader = READERS[path.suffix.lower()]
@@ -185,7 +186,10 @@ def images_of_folder(folder: Path) -> list[str]:
 
 
 def _json(file: str) -> Iterator[str]:
-    """Yields the texts of the rows in a JSON file: a list, an object, or in fact JSON lines."""
+    """Yields the texts of the rows in a JSON file: a list, an object, or in fact JSON lines.
+
+    Raises ValueError if it is none of them, or not valid.
+    """
     with open(file, "rb") as binary_file:
         encoding = json.detect_encoding(binary_file.read(4))
     try:
@@ -250,6 +254,7 @@ def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
 
 
 def _are_objects(value: Any) -> bool:
+    """Whether a value is a list of mappings that is not empty."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(element, dict) for element in value)
@@ -289,6 +294,7 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _json_lines(file: str) -> Iterator[str]:
+    """Yields the texts of the rows in a file of JSON lines. One that holds JSON is read as such."""
     json_lines = _decoded_lines(file)
     first_line = next(json_lines, "")
     if not _is_utf_16(file) and (first_line in ("{", "[") or first_line.startswith("[{")):
@@ -311,6 +317,7 @@ def _decoded_lines(file: str) -> Iterator[str]:
 
 
 def _csv(file: str) -> Iterator[str]:
+    """Yields the rows of a CSV or TSV file as JSON texts. Raises ValueError if it is not valid."""
     csv.field_size_limit(sys.maxsize)
     usual_separator = "\t" if file.lower().endswith(".tsv") else ","
     encoding = "utf-16" if _is_utf_16(file) else "utf-8-sig"

@@ -70,6 +70,7 @@ def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
 
 
 def _number(value: Any) -> float | None:
+    """Returns a number, or the number that a text holds, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

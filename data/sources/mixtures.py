@@ -215,21 +215,16 @@ def _mix_tables(
     held_out = None
     if split_size:
         mixed_table, held_out_table = _split(mixed_table, split_size, seed)
-        held_out = _prepare_held_out(held_out_table, reader, checks)
+        # Any file is allowed here: links that leave the image folder were checked with all rows.
+        held_out_source = Source("held out of training", ImageRules(), held_out_table)
+        checked = check_rows(held_out_table, reader, held_out_source, checks, "eval")
+        require_valid_rows(checked, held_out_source, checks)
+        held_out = _in_memory(checked, reader)
         used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
     for report, used_count in zip(reports, used_counts, strict=True):
         report.used = used_count
     with_images = any(report.images for report in reports)
     return _PreparedRows(rows_on_access(mixed_table, reader), reports, with_images), held_out
-
-
-def _prepare_held_out(table: Dataset, reader: RowReader, checks: Checks) -> _PreparedRows:
-    """Checks rows that were held out of training. All their images are opened."""
-    # Any file is allowed here: links that leave the image folder were checked with all rows.
-    source = Source("held out of training", ImageRules(), table)
-    checked = check_rows(table, reader, source, checks, "eval")
-    require_valid_rows(checked, source, checks)
-    return _in_memory(checked, reader)
 
 
 def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
@@ -421,6 +416,7 @@ def _require_images(prepared: _PreparedRows) -> None:
 
 
 def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
+    """Writes the dropped rows into their file, if there is one, in the main process."""
     if not checks.dropped_rows or not PartialState().is_main_process:
         return
     for report in reports:

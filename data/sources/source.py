@@ -90,16 +90,12 @@ class Source:
             self.data = _in_arrow(self.data)
 
     def __iter__(self) -> Iterator[StoredRow]:
-        if isinstance(self.data, IterableDataset):
-            yield from self._stream(self.data)
+        if isinstance(self.data, Dataset):
+            for start in range(0, len(self.data), CHUNK):
+                yield from self.rows_at(range(len(self.data))[start : start + CHUNK])
             return
-        for start in range(0, len(self.data), CHUNK):
-            yield from self.rows_at(range(len(self.data))[start : start + CHUNK])
-
-    def _stream(self, data: IterableDataset) -> Iterator[StoredRow]:
-        if data.features:
-            data = data.decode(False)
-        for number, stored in enumerate(data.with_format(None)):
+        stream = self.data.decode(False) if self.data.features else self.data
+        for number, stored in enumerate(stream.with_format(None)):
             row = self._row(number, stored)
             if _meets(row.content, self.filters):
                 yield self._named(row)
@@ -161,6 +157,7 @@ class Source:
         self._check_named("columns", named_columns)
 
     def _check_named(self, option: str, named_columns: set[str]) -> None:
+        """Raises ValueError if an option names a column that no row has under this name."""
         if not named_columns:
             return
         row_limit = 1000 if isinstance(self.data, IterableDataset) else None

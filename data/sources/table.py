@@ -68,6 +68,7 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
+        """Reads and parses rows. Raises ValueError if one cannot be parsed any more."""
         rows = []
         places = zip(table["part"], table["index"], strict=True)
         for part, places_in_source in groupby(places, key=itemgetter(0)):
@@ -286,6 +287,7 @@ def _counts(table: Dataset, name: str) -> dict[str, int]:
 
 
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
+    """Reads a column of a table in Arrow's form."""
     column = table.with_format("arrow").select_columns(name)
     return column[:][name]
 
