@@ -80,14 +80,14 @@ class Journal:
         if not state:
             bf16 = half_precision_pays()
             state = {"settings": current_settings, "bf16": bf16, "seconds": {}}
-        changed_names = []
-        for name, value in current_settings.items():
-            if state["settings"].get(name) != value:
-                changed_names.append(name)
-        if changed_names:
+        kept_settings = state["settings"]
+        changed = [
+            name for name in current_settings if kept_settings.get(name) != current_settings[name]
+        ]
+        if changed:
             remedy = "name another output folder, or remove this one"
-            changes = ", ".join(changed_names)
-            raise ValueError(f"{output} holds a run with other settings ({changes}): {remedy}")
+            names = ", ".join(changed)
+            raise ValueError(f"{output} holds a run with other settings ({names}): {remedy}")
         self.bf16: bool = state["bf16"]
         self.seconds: dict[str, float] = state["seconds"]
         self.state = state

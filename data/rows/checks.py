@@ -62,7 +62,7 @@ class Checks:
         if self.max_length is None or length <= self.max_length:
             return None
         reason = f"{length} tokens, more than max_length {self.max_length}"
-        return DroppedRow(row["source"], row["row"], row["file"], reason, length)
+        return DroppedRow(row["source"], row["row"], row.get("file"), reason, length)
 
 
 @dataclass
@@ -359,13 +359,9 @@ def unopened_image_problems(paths: Sequence[list[str]], rules: ImageRules) -> di
     problems: list[tuple[int, Problem]] = []
     for numbers in chunks:
         paths_by_row = paths[numbers.start : numbers.stop]
-        all_paths = list(chain.from_iterable(paths_by_row))
-        are_plain = iter(plain_files.include(all_paths).tolist())
+        other_paths = plain_files.missing(list(chain.from_iterable(paths_by_row)))
         for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
-            images = []
-            for path in row_paths:
-                if not next(are_plain):
-                    images.append({"path": path, "bytes": None})
+            images = [{"path": path, "bytes": None} for path in row_paths if path in other_paths]
             row_problem = image_problem(images, rules, decode=False)
             if row_problem:
                 problems.append((row_number, row_problem))

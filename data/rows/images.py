@@ -304,15 +304,12 @@ class PlainFiles:
                 listings.append(_regular_files(folder, _LISTED_FOR_EACH * image_count))
         self._hashes = np.sort(_hashes(itertools.chain.from_iterable(listings)))
 
-    def include(self, paths: Sequence[str]) -> np.ndarray:
-        """Returns which of n paths are such files, as booleans of the shape `(n,)`.
-
-        [`ImageRules.image`] returns such paths.
-        """
+    def missing(self, paths: Sequence[str]) -> set[str]:
+        """Returns the paths that are not such files. [`ImageRules.image`] makes such paths."""
         hashes = _hashes(paths)
         starts = self._hashes.searchsorted(hashes, side="left")
         ends = self._hashes.searchsorted(hashes, side="right")
-        return ends > starts
+        return set(itertools.compress(paths, starts == ends))
 
 
 def _hashes(paths: Iterable[str]) -> np.ndarray:

@@ -176,7 +176,7 @@ class DataArguments:
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
         if self.datasets:
-            return [DataSource(**{**self.shared_options, **source}) for source in self.datasets]
+            return [DataSource(**self.shared_options | source) for source in self.datasets]
         source = DataSource.named(
             str(self.dataset_name),
             name=self.dataset_config,

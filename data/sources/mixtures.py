@@ -258,11 +258,7 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
     is_long = np.array(facts["length"][:]) > longest
     if is_long.all():
         raise ValueError(_no_row_left(name, checks))
-    dropped_rows = []
-    for long_row in facts.select(np.flatnonzero(is_long)):
-        too_long = checks.too_long({**long_row, "file": None})
-        assert too_long is not None
-        dropped_rows.append(too_long)
+    dropped_rows = list(filter(None, map(checks.too_long, facts.select(np.flatnonzero(is_long)))))
     short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
     report = SourceReport(
         name,
@@ -285,7 +281,7 @@ class ShortRows:
         self._dropped = 0  # since the last row that is not too long
 
     def __call__(self, row: ParsedRow) -> bool:
-        too_long = self._checks.too_long({**row, "file": None})
+        too_long = self._checks.too_long(row)
         if too_long is None:
             self._dropped = 0
             return True
