@@ -88,7 +88,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
             yes_or_no[question_text][answer].append(question)
         else:
             questions.append(question)
-    pairs = []
+    pairs: list[tuple[Question, Question]] = []
     for by_answer in yes_or_no.values():
         pairs.extend(zip(by_answer["yes"], by_answer["no"], strict=False))
     rng.shuffle(pairs)

@@ -157,8 +157,9 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with journal.step("convert"):
         vision_folder = str(convert_vision(IMAGE_SIZE))
         materials = Materials(vision_folder, str(convert_language()), output / "data")
-        row_counts = [rows_of(settings.stage1), rows_of(settings.stage2)]
-        write_stage_data(materials.data, *row_counts, settings.seed)
+        write_stage_data(
+            materials.data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed
+        )
     model = _train_model(output, "gwc", materials, settings, journal)
     with journal.step("evaluate before"):
         scores_before = ask_held_out(output / "untrained", settings.asked_before, journal.bf16)

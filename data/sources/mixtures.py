@@ -228,7 +228,10 @@ def _mix_tables(
 
 
 def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
-    """Checks the rows of one source, or the first rows of a stream."""
+    """Checks the rows of one source, or the first rows of a stream.
+
+    Raises ValueError as [`valid_table`] and [`has_images`] do.
+    """
     if isinstance(source.data, IterableDataset):
         rows = stream(valid_rows, source=source, checks=checks)
         report = stream_report(source, checks, split)
