@@ -84,10 +84,15 @@ class Source:
         column_types = self.data.features or {}
         self._restored_types = {}
         for column, column_type in column_types.items():
-            if _is_restored(column_type):
+            is_short_float = getattr(column_type, "dtype", None) in _SHORT_FLOATS
+            if is_short_float or "ClassLabel(" in repr(column_type):
                 self._restored_types[column] = column_type
-        if isinstance(self.data, Dataset):
-            self.data = _in_arrow(self.data)
+        # Rows are read as Arrow tables, unless the user has set a transform.
+        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":
+            columns = self.data.format["columns"]  # those that the user has hidden stay hidden
+            if self.data.format["output_all_columns"]:
+                columns = self.data.column_names
+            self.data = self.data.with_format("arrow", columns=columns)
 
     def __iter__(self) -> Iterator[StoredRow]:
         if isinstance(self.data, Dataset):
@@ -200,24 +205,9 @@ class Source:
         return replace(self, data=self.data.select(kept_numbers), numbers=kept_numbers)
 
 
-def _in_arrow(data: Dataset) -> Dataset:
-    """Returns rows that are read as Arrow tables, unless they have the user's own transform."""
-    if data.format["type"] == "custom":
-        return data
-    # Columns that the user has hidden stay hidden.
-    all_shown = data.format["output_all_columns"]
-    columns = data.column_names if all_shown else data.format["columns"]
-    return data.with_format("arrow", columns=columns)
-
-
 def _meets(content: Any, filters: tuple[Filter, ...]) -> bool:
     """Whether a row meets all conditions. Content that is not a row does: the checks report it."""
     return not isinstance(content, dict) or all(condition.keeps(content) for condition in filters)
-
-
-def _is_restored(kind: Any) -> bool:
-    """Whether [`_restored`] changes values of this type of `datasets`."""
-    return getattr(kind, "dtype", None) in _SHORT_FLOATS or "ClassLabel(" in repr(kind)
 
 
 def _restored(value: Any, kind: Any) -> Any:
