@@ -23,7 +23,7 @@ from normalign_llava.diagnose.run import DIAGNOSTICS
 from normalign_llava.evaluation.compare import read_scores
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.quickstart.results import read_report
-from normalign_llava.quickstart.train import rows_of, words, write_data
+from normalign_llava.quickstart.train import rows_of, words, write_stage_data
 
 
 TIMES = "times.json"
@@ -51,7 +51,7 @@ def write_own_data(plan: Plan, run: Run, work: Path) -> None:
         return
     first, second = plan.options(run)
     with FileLock(f"{data}.lock"):
-        write_data(data, rows_of(first), rows_of(second), run.seed)
+        write_stage_data(data, rows_of(first), rows_of(second), run.seed)
 
 
 def steps(

@@ -596,7 +596,7 @@ def test_a_cloned_repository_is_read_as_its_error_says(processor, tmp_path):
     with zipfile.ZipFile(archive_path, "w") as archive:
         archive.writestr("00/1.png", image_bytes("red"))
 
-    with pytest.raises(ValueError, match="blip_meta.json, row 0 .*form(.|\n)*file alone, name it"):
+    with pytest.raises(ValueError, match="blip_meta.json, row 0 .*form(.|\n)*one file, name it"):
         read(tmp_path, processor)
     with pytest.raises(ValueError, match="set image_folder to the folder or .zip file"):
         read(data_path, processor)
@@ -625,7 +625,7 @@ def test_a_json_file_without_rows_is_named(processor, tmp_path):
     folder = tmp_path / "coco"
     write_json(folder, [llava("Q", "A")], "b.json")
     (folder / "a.json").write_text(json.dumps({"images": [], "annotations": []}))
-    with pytest.raises(ValueError, match="coco/a.json is no JSON list of rows.* name another file"):
+    with pytest.raises(ValueError, match="a.json is not a JSON list of rows.* name another file"):
         read(folder, processor)
 
 
@@ -722,7 +722,7 @@ def test_a_file_may_have_its_rows_in_a_mapping(processor, tmp_path, content):
 def test_a_file_with_rows_inside_is_written_anew_as_its_error_says(processor, tmp_path, text):
     data_path = tmp_path / "my rows.json"
     data_path.write_text(text)
-    with pytest.raises(ValueError, match="my rows.json is no(t valid)? JSON") as error:
+    with pytest.raises(ValueError, match="my rows.json is not (valid|a) JSON") as error:
         read(data_path, processor)
 
     (command,) = re.findall("`(.*)`", str(error.value))

@@ -155,10 +155,10 @@ def test_images_are_not_read_to_filter_rows(processor, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("filters", "reason"),
     [
-        ("scor>=4", "filters names 'scor', which no row has. Its columns are: answer, kind"),
-        ("kind>=4", "kind is 'x' in a row, and no number"),
-        ("score>=high", "'high', which is no number"),
-        ("score", "'score', which is no condition. Write filters as"),
+        ("scor>=4", "filters names 'scor', but the columns of the data are: answer, kind"),
+        ("kind>=4", "kind is 'x' in a row, not a number"),
+        ("score>=high", "'high', not with a number"),
+        ("score", "'score', not a condition. Write filters as"),
         ("score>=9", "none of its 5 rows has score>=9"),
     ],
 )
@@ -169,7 +169,7 @@ def test_what_cannot_be_compared_is_an_error(processor, tmp_path, filters, reaso
 
 
 def test_a_number_is_not_a_condition():
-    with pytest.raises(ValueError, match="no condition"):
+    with pytest.raises(ValueError, match="not a condition"):
         DataSource("data.json", filters=[4])
 
 

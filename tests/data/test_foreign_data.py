@@ -41,7 +41,7 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, private_path
     data_file = {"split": "train", "path": f"{private_path.format(private)}/rows.parquet"}
     configs = [{"config_name": "default", "data_files": [data_file]}]
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    assert_is_refused(folder, "private/rows.parquet, which is not in the folder")
+    assert_is_refused(folder, "private/rows.parquet, outside of the folder")
 
 
 @pytest.mark.parametrize("kind", ["relative", "absolute", "link"])
@@ -62,7 +62,7 @@ def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, ki
     else:
         data_file["filename"] = "../private/rows.arrow"
     state_path.write_text(json.dumps(state))
-    assert_is_refused(folder, "which is not in the folder")
+    assert_is_refused(folder, "outside of the folder")
 
 
 @pytest.mark.parametrize("file_name", ["data.csv", "metadata.jsonl"])
@@ -72,5 +72,5 @@ def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, fi
     link = tmp_path / "data" / file_name
     link.parent.mkdir()
     link.symlink_to(target)
-    assert_is_refused(link.parent, f"{file_name}, which is not in the folder")
+    assert_is_refused(link.parent, f"{file_name}, outside of the folder")
     assert read_rows(link)  # if it is named itself

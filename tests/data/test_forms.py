@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 from train_data import answers, assistant, image_bytes, images, llava, read, user, write_json
 
 from normalign_llava.data.rows.checks import Checks
-from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.rows.forms import PROMPT, ROW_FORMS
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.files import READERS
 from normalign_llava.data.sources.mixtures import prepare_rows
@@ -87,7 +87,7 @@ def test_every_form_has_an_example():
     for example in EXAMPLES:
         if example.language == "json":
             columns |= json.loads(example.text).keys()
-    for form in FORMS[:-1]:  # The last is only an image, and cannot be trained on.
+    for form in ROW_FORMS[:-1]:  # The last is only an image, and cannot be trained on.
         first_column = form[0] or form[1]
         assert first_column in columns
 
@@ -293,15 +293,15 @@ def test_rows_with_other_columns_are_not_taken_from_the_cache(read_own):
 
 
 def test_a_column_that_no_row_has_is_refused(read_own):
-    with pytest.raises(ValueError, match="'paht', which no row has. Its columns are: .*asked"):
+    with pytest.raises(ValueError, match="'paht', but the columns of the data are: .*asked"):
         read_own({"image": "paht"})
-    with pytest.raises(ValueError, match="columns names 'none', which no row has"):
+    with pytest.raises(ValueError, match="columns names 'none', but"):
         read_own(["caption", "none"])
 
 
 @pytest.mark.parametrize("wrong", ["image", "image=", "img=path", {"image": 3}])
 def test_columns_are_pairs_of_names(read_own, wrong):
-    with pytest.raises(ValueError, match="columns (must be pairs|names 'img', which no form)"):
+    with pytest.raises(ValueError, match="columns (must be pairs|names 'img', but known)"):
         read_own(wrong)
 
 
@@ -330,7 +330,7 @@ WITH_IMAGE = llava("<image>Q2", "A2", "red.png")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_align_without_an_image_is_an_error(processor, tmp_path, streamed):
     data_path = write_json(tmp_path, [WITHOUT_IMAGE])
-    with pytest.raises(ValueError, match="data.json.* have no image, .* nothing .* stage align"):
+    with pytest.raises(ValueError, match="data.json.* have no image. .* nothing .* stage align"):
         read(
             data_path,
             processor,
@@ -392,7 +392,7 @@ def prepare_open(request, processor):
 
 
 def test_open_data_need_an_image_if_asked(prepare_open):
-    with pytest.raises(ValueError, match="mine have no image, .* stage align"):
+    with pytest.raises(ValueError, match="mine have no image. .* stage align"):
         prepare_open([OPEN_TEXT], need_images=True)
 
 

@@ -325,12 +325,9 @@ class PathsOfRows:
     def path_of(self, file_name) -> str:
         return self.rules.image(file_name)["path"]
 
-    def read(self, numbers: range) -> list[list[str]]:
-        return self.rows[numbers.start : numbers.stop]
-
     def problems(self, rules) -> dict:
         """Returns the problems by the numbers of their rows."""
-        return unopened_image_problems(self.read, len(self.rows), rules)
+        return unopened_image_problems(self.rows, rules)
 
     def names_of(self, problems) -> list[str]:
         """Returns the names of the rows of one image that have a problem."""
@@ -430,7 +427,7 @@ BASE64 = base64.b64encode(image_bytes()).decode()
     ],
 )
 def test_an_address_of_broken_base64_is_not_an_image(text):
-    with pytest.raises(ValueError, match="is no image in base64"):
+    with pytest.raises(ValueError, match="is not in base64"):
         ImageRules().image(text)
 
 

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from normalign_llava.data.sources.files import loaded, open_files
+from normalign_llava.data.sources.files import open_files, row_of_json
 
 
 def read_file(data_path) -> list:
     """Returns the rows of one file."""
     stored_rows = open_files((str(data_path),), streaming=True)
-    return [loaded(stored_row["json"]) for stored_row in stored_rows]
+    return [row_of_json(stored_row["json"]) for stored_row in stored_rows]
 
 
 VALUES_OF_ALL_KINDS = [
@@ -57,7 +57,7 @@ def test_a_list_is_what_json_reads(tmp_path, encoding, values, options):
         ),
         pytest.param(
             '{"a": 1}',
-            "is no JSON list of rows",
+            "is not a JSON list of rows",
             id="mapping",
         ),
         pytest.param(
@@ -138,7 +138,7 @@ def test_tables_in_utf_16_of_any_byte_order_are_read(tmp_path, byte_order_mark, 
 
 
 def test_half_a_letter_is_not_a_row():
-    assert loaded("{\ud83d") == b"{?"
+    assert row_of_json("{\ud83d") == b"{?"
 
 
 def test_a_line_that_is_not_utf_8_is_not_a_row(tmp_path):

@@ -191,16 +191,16 @@ def seed_that_holds_out_the_last_row() -> int:
 def test_fractions_are_numbers_above_0_of_all_data_sets(wrong):
     sources = [DataSource("a", fraction=1), DataSource("b", fraction=wrong)]
     with pytest.raises(ValueError, match="Give all data sets a fraction, a number above 0"):
-        mixtures._fractions(sources)
+        mixtures._checked_fractions(sources)
 
 
 def test_data_sets_may_have_no_fractions():
-    assert mixtures._fractions([DataSource("a"), DataSource("b")]) == ()
+    assert mixtures._checked_fractions([DataSource("a"), DataSource("b")]) == ()
 
 
 def test_fractions_are_shares_of_their_sum():
     sources = [DataSource("a", fraction=1), DataSource("b", fraction="3")]
-    assert mixtures._fractions(sources) == (0.25, 0.75)
+    assert mixtures._checked_fractions(sources) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_fractions_are_shares_of_their_sum():
 def test_a_stream_warns_that_it_takes_turns_where_it_does(caplog, names, fractions, warns):
     warn_once.cache_clear()
     sources = [DataSource(name) for name in names]
-    mixtures._check_streams(sources, fractions)
+    mixtures._check_streams(sources, fractions, None)
     warned = "a row of each in turn" in caplog.text
     assert warned == warns
 

@@ -382,7 +382,7 @@ def test_rows_of_several_messages_have_lengths_in_their_order():
 
 
 def test_one_process_checks_all_rows():
-    assert checks._own_rows(7) == range(7)
+    assert checks._own_chunks(7, 4) == [range(4), range(4, 7)]
 
 
 def test_processes_check_rows_that_follow_each_other(monkeypatch):
@@ -392,7 +392,7 @@ def test_processes_check_rows_that_follow_each_other(monkeypatch):
     row_counts = []
     for rank in range(3):
         monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
-        own_rows = checks._own_rows(7)
+        own_rows = [rows.start for rows in checks._own_chunks(7, 1)]
         checked += own_rows
         row_counts.append(len(own_rows))
     assert checked == [*range(7)]
@@ -401,19 +401,14 @@ def test_processes_check_rows_that_follow_each_other(monkeypatch):
 
 def test_what_other_processes_found_is_among_the_problems(monkeypatch):
     expected = {7: ("b.png", "it is broken")}
+    rows = Dataset.from_list([{"images": [inside("red")]}] * 3)
 
     def gather(own_problems):
         return [*own_problems, *expected.items()]
 
-    def read_images(numbers):
-        return [[inside("red")] for _ in numbers]
-
-    def read_paths(numbers):
-        return [[] for _ in numbers]
-
     monkeypatch.setattr(checks, "gather_object", gather)
-    assert checks.image_problems(read_images, 3, "data", ImageRules()) == expected
-    assert checks.unopened_image_problems(read_paths, 3, ImageRules()) == expected
+    assert checks.image_problems(rows, "data", ImageRules()) == expected
+    assert checks.unopened_image_problems([[]] * 3, ImageRules()) == expected
 
 
 @pytest.mark.parametrize(("rank", "writes"), [(0, True), (1, False)])

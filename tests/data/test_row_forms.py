@@ -439,7 +439,7 @@ REFUSED = {
     ),
     "a system column that is a number": (
         {"messages": QA, "system": 5},
-        "its column system is no text",
+        "its column system is not text",
     ),
     "a column of a film": (
         {"messages": QA, "video": "a.mp4"},

@@ -497,7 +497,7 @@ BAD_ROWS = {
     ),
     "a caption that is JSON": (
         {"image": "a.png", "text": '{"question": "Q"}'},
-        "no caption but JSON: question",
+        "is JSON, not a caption: question",
     ),
     "a text with a label": (
         {
