@@ -24,6 +24,8 @@ _EXPORTS = {
     "merge_adapter": "assembly.merge",
     "embedding_statistics": "assembly.gain",
     "half_precision_pays": "checkpoint.precision",
+    "stored_tensors": "checkpoint.weights",
+    "write_weights": "checkpoint.weights",
     "publish": "hub_cards.push.publish",
     # Training
     "Checks": "data.rows.checks",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from .assembly.gain import embedding_statistics
     from .assembly.merge import merge_adapter
     from .checkpoint.precision import half_precision_pays
+    from .checkpoint.weights import stored_tensors, write_weights
     from .configuration_normalign_llava import NormAlignLlavaConfig
     from .data.rows.checks import Checks
     from .data.sources.arguments import DataArguments

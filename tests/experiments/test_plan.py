@@ -183,7 +183,7 @@ def test_the_commands_of_a_run_follow_each_other(tmp_path):
 
 def test_own_data_of_a_run_are_of_its_seed_and_of_both_its_stages(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(commands, "write_data", lambda *args: written.append(args))
+    monkeypatch.setattr(commands, "write_stage_data", lambda *args: written.append(args))
     plan = plan_of(tmp_path, commands=True)
     run = plan.runs()[0]
     first, second = map(rows_of, plan.options(run))
