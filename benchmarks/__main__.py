@@ -39,13 +39,13 @@ OPTIONS: dict[str, list[str]] = {
 def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
     """Runs a script. Returns what it wrote, with its minutes, or None if it failed."""
     output = folder / f"{script}.json"
-    start = time.monotonic()
+    start_time = time.monotonic()
     command = [sys.executable, str(HERE / f"{script}.py"), *options, "--output", str(output)]
     completed = subprocess.run(command)
     if completed.returncode or not output.exists():
         return None
     result = json.loads(output.read_text())
-    result["minutes"] = (time.monotonic() - start) / 60
+    result["minutes"] = (time.monotonic() - start_time) / 60
     return result
 
 
@@ -59,8 +59,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     table_lines = []
     for result in results.values():
         minutes += result["minutes"]
-        for row in result["rows"]:
-            table_lines.append(f"| {' | '.join(row)} |")
+        for table_row in result["rows"]:
+            table_lines.append(f"| {' | '.join(table_row)} |")
     versions = []
     for package in ("torch", "transformers", "trl"):
         versions.append(f"{package} {machine[package]}")

@@ -4,10 +4,11 @@
     python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--only PATTERN]
                                    [--output check-gpu.json]
 
-The norm against float64; two steps with the options of each recipe, and with others, on a model of
-135M in size; a resumed run against an uninterrupted one; the merged adapter; answers in 4 bits;
-predicted against measured memory at 1B, and for what fits on 24 GB at 7B; then the tests that use a
-GPU. Weights are random and made here: 45 GB of disk, in the folder for temporary files.
+These are checked: the norm against float64. Two steps with the options of each recipe, and with
+others, on a model of 135M in size. A resumed run against an uninterrupted one. The merged adapter.
+Answers in 4 bits. Predicted against measured memory at 1B, and for what fits on 24 GB at 7B. Then
+the tests that use a GPU. Weights are random and made here: 45 GB of disk, in the folder for
+temporary files.
 
 It needs torch for CUDA and this package with its extra `dev`, for some rows a C compiler and
 flash-attn: carry wheels (`pip wheel -w wheels '.[dev]'`) for `pip install --no-index --find-links
@@ -109,21 +110,23 @@ def check_norm(device: str) -> str:
         ValueError: They differ.
     """
     torch.manual_seed(0)
-    width = 3584
-    tokens, upstream = torch.randn(2, 64, width).bfloat16()
-    exact = norm_tensors(HookLayerNorm(width, 0.0134), tokens, upstream, "cpu", torch.float64)
+    feature_count = 3584
+    tokens, upstream = torch.randn(2, 64, feature_count).bfloat16()
+    exact = norm_tensors(
+        HookLayerNorm(feature_count, 0.0134), tokens, upstream, "cpu", torch.float64
+    )
     errors = []
     for dtype in (torch.float32, torch.bfloat16):
         errors.append(norm_error(exact, tokens, upstream, device, dtype))
     full_error, half_error = errors
     timed = argparse.Namespace(device=device, bf16=True, tokens=8192, rounds=4, compile=False)
-    ratios = measured_ratios(width, timed)
+    ratios = measured_ratios(feature_count, timed)
     _, time_ratio, _ = ratios["LayerNorm, compensated: time / torch's LayerNorm"]
-    text = f"errors {full_error:.0e} in float32, {half_error:.0e} in bfloat16"
-    text += f"; time / torch's LayerNorm {time_ratio:.2f}"
+    finding = f"errors {full_error:.0e} in float32, {half_error:.0e} in bfloat16"
+    finding += f"; time / torch's LayerNorm {time_ratio:.2f}"
     if not (full_error < 1e-5 and half_error < 2e-2):
-        raise ValueError(text)
-    return text
+        raise ValueError(finding)
+    return finding
 
 
 def norm_tensors(
@@ -133,7 +136,18 @@ def norm_tensors(
     device: str,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Returns a norm's output and the gradients of its input, gain and bias, in float64."""
+    """Makes a forward and a backward pass.
+
+    Args:
+        norm: The norm. Its gain is set.
+        tokens: Its input, of shape `(tokens, d)`.
+        upstream: The gradient at its output, of the same shape.
+        device: Where to compute.
+        dtype: The dtype of the input.
+
+    Returns:
+        The output and the gradients of input, gain and bias, in float64.
+    """
     torch.nn.init.constant_(norm.weight, 0.0134)
     norm.to(device)
     if dtype == torch.float64:
@@ -151,7 +165,15 @@ def norm_error(
     device: str,
     dtype: torch.dtype,
 ) -> float:
-    """Returns the largest relative error of the compensated norm. Its gain is in float32."""
+    """Returns the largest relative error of the compensated norm. Its gain is in float32.
+
+    Args:
+        exact: What [`norm_tensors`] returns of the paper's form.
+        tokens: The input, of shape `(tokens, d)`.
+        upstream: The gradient at the output, of the same shape.
+        device: Where to compute.
+        dtype: The dtype of the input.
+    """
     from normalign_llava import GlobalWeightCompensatedLayerNorm
 
     norm = GlobalWeightCompensatedLayerNorm(tokens.shape[-1])
@@ -207,20 +229,20 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (first_end, first_tokens), (second_end, second_tokens) = step_ends
     speed = (second_tokens - first_tokens) / (second_end - first_end)
-    text = f"losses {losses[0]:.2f}, {losses[1]:.2f}; {speed:,.0f} tokens/s"
+    finding = f"losses {losses[0]:.2f}, {losses[1]:.2f}; {speed:,.0f} tokens/s"
     measured = torch.cuda.max_memory_allocated()
     if measured:
-        text += f"; {measured / 2**30:.2f} GiB"
-    is_right = all(map(math.isfinite, losses))
+        finding += f"; {measured / 2**30:.2f} GiB"
+    is_as_expected = all(map(math.isfinite, losses))
     if predicts:
         ratio = predicted / measured
-        text += f", predicted {predicted / 2**30:.2f}: {ratio:.2f} of it"
-        is_right = is_right and 0.85 <= ratio <= 1.25
-    if not is_right:
-        raise ValueError(f"a loss or the prediction is wrong: {text}")
+        finding += f", predicted {predicted / 2**30:.2f}: {ratio:.2f} of it"
+        is_as_expected = is_as_expected and 0.85 <= ratio <= 1.25
+    if not is_as_expected:
+        raise ValueError(f"a loss or the prediction is wrong: {finding}")
     if is_qlora and not predicts:
         trainer.save_model()
-    return text
+    return finding
 
 
 def shared_options(folder: Path, device: str) -> dict[str, Any]:
@@ -237,7 +259,12 @@ def shared_options(folder: Path, device: str) -> dict[str, Any]:
 
 
 def as_words(options: dict[str, Any], device: str) -> list[str]:
-    """Returns options as a command line."""
+    """Returns options as a command line.
+
+    Args:
+        options: The options by name.
+        device: "cpu" or "cuda". Paged optimizers need the latter.
+    """
     from normalign_llava import option_words
 
     if device == "cpu":
@@ -280,11 +307,11 @@ def resume(folder: Path, words: list[str], device: str) -> str:
         weight_gap = max(weight_gap, float((resumed_weights[name] - tensor).abs().max()))
         if "lora_B" in name:
             largest = max(largest, float(tensor.abs().max()))
-    text = f"{len(whole_losses)} losses differ by {loss_gap:.1g} at most, weights by "
-    text += f"{weight_gap:.1g} (LoRA's B reaches {largest:.1g})"
+    finding = f"{len(whole_losses)} losses differ by {loss_gap:.1g} at most, weights by "
+    finding += f"{weight_gap:.1g} (LoRA's B reaches {largest:.1g})"
     if len(resumed_losses) != 12 or not loss_gap < 1e-2 or not weight_gap < 0.1 * largest:
-        raise ValueError(text)
-    return text
+        raise ValueError(finding)
+    return finding
 
 
 def logged_losses(run: Path) -> list[float]:
@@ -341,7 +368,16 @@ def run_tests(seconds: float, log: Path) -> str:
 
 
 def write_model(folder: Path, shape: str, device: str) -> str:
-    """Writes a checkpoint of random weights and its rows, and returns the size of the weights."""
+    """Writes a checkpoint of random weights and its rows.
+
+    Args:
+        folder: The folder of both.
+        shape: The shape of the model.
+        device: Where the weights are made.
+
+    Returns:
+        The size of the weights, as text.
+    """
     random_checkpoint(folder, shape, device)
     vision_sizes, _ = SHAPES[shape]
     write_rows(folder, vision_sizes["image_size"], [(1, 256)] * 8)
@@ -407,9 +443,9 @@ class Checker:
                 finding = str(error)
                 status = "failed"
         seconds = round(time.monotonic() - start, 1)
-        row = {"check": name, "status": status, "found": finding, "seconds": seconds}
-        self.rows.append(row)
-        self.console.print(*row.values(), sep=" | ", markup=False, soft_wrap=True)
+        check_row = {"check": name, "status": status, "found": finding, "seconds": seconds}
+        self.rows.append(check_row)
+        self.console.print(*check_row.values(), sep=" | ", markup=False, soft_wrap=True)
         content = json.dumps({"machine": self.machine, "checks": self.rows}, indent=2)
         self.options.output.write_text(content + "\n", encoding="utf-8")
         return status == "ok"
@@ -422,13 +458,19 @@ class Checker:
         """Prints all rows."""
         title = self.machine["accelerator"] or "No GPU: on the CPU, without what needs CUDA"
         table = Table("", "", "found", "s", title=title)
-        for row in self.rows:
-            table.add_row(*map(str, row.values()))
+        for check_row in self.rows:
+            table.add_row(*map(str, check_row.values()))
         self.console.print(table, f"Written to {self.options.output}.", sep="\n")
 
 
 def check_steps(checker: Checker, folder: Path, device: str) -> None:
-    """Checks two steps with all options, resuming, merging and asking, on a small model."""
+    """Checks two steps with all options, resuming, merging and asking, on a small model.
+
+    Args:
+        checker: Runs the checks.
+        folder: A folder for the model and its runs.
+        device: "cpu" or "cuda".
+    """
     shape = "135m" if device == "cuda" else "tiny"
     if not checker.run(f"random weights, {shape}", [], write_model, folder, shape, device):
         return
@@ -441,7 +483,13 @@ def check_steps(checker: Checker, folder: Path, device: str) -> None:
 
 
 def check_memory(checker: Checker, folder: Path, device: str) -> None:
-    """Checks the prediction of memory on larger models. Each is made when it is first needed."""
+    """Checks the prediction of memory on larger models. Each is made when it is first needed.
+
+    Args:
+        checker: Runs the checks.
+        folder: A folder for the models.
+        device: "cpu" or "cuda".
+    """
     for name, case in MEMORY.items():
         check_name = f"memory: {name}"
         model_folder = folder / case.shape
@@ -476,7 +524,7 @@ def main() -> None:
     log = options.output.with_suffix(".log")
     checker.check("tests", ["pytest"], run_tests, checker.seconds_left() - 5, log)
     checker.print_table()
-    sys.exit(any(row["status"] == "failed" for row in checker.rows))
+    sys.exit(any(check_row["status"] == "failed" for check_row in checker.rows))
 
 
 if __name__ == "__main__":

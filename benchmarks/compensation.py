@@ -41,8 +41,8 @@ class Optimizer(NamedTuple):
     Attributes:
         cls: Its class.
         arguments: Its arguments.
-        clip: The norm that the gradients of all modules together are clipped to; None if they are
-            not.
+        clip: The norm that the gradients of all modules together are clipped to. None if they are
+            not clipped.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -61,7 +61,12 @@ OPTIMIZERS = {
 
 
 def load_model(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditionalGeneration:
-    """Loads the model in float32, with or without compensation."""
+    """Loads the model in float32.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        compensation: "global" with compensation, "none" without.
+    """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(
         checkpoint, gradient_compensation=compensation
     )
@@ -69,7 +74,12 @@ def load_model(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditio
 
 
 def training_batches(checkpoint: Path, count: int) -> list[dict[str, Tensor]]:
-    """Returns batches of the quickstart's training rows."""
+    """Returns batches of the quickstart's training rows.
+
+    Args:
+        checkpoint: The folder of the checkpoint. Its processor is read.
+        count: The number of batches.
+    """
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
     rows, _ = prepare_rows(training_data(ROWS * count, 40), Checks(processor))
     collator = ConversationCollator(processor)
@@ -85,7 +95,12 @@ def norm_of(tensors: list[Tensor]) -> float:
 
 
 def print_gradients(checkpoint: Path, batch: dict[str, Tensor]) -> None:
-    """Prints the gradient's norm at the visual tokens and at the projector, against the gain."""
+    """Prints the gradient's norm at the visual tokens and at the projector, against the gain.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        batch: The inputs of the model.
+    """
     print("\n| gain, in N_text / sqrt(d) | gradient at the visual tokens ", end="")
     print("| at the projector | the same, with GWC |")
     print("|---|---|---|---|")
@@ -100,7 +115,18 @@ def print_gradients(checkpoint: Path, batch: dict[str, Tensor]) -> None:
 def gradients(
     checkpoint: Path, batch: dict[str, Tensor], gain: float, compensation: str
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients at the visual tokens, and at the projector's linear layers."""
+    """Returns gradients of the loss.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        batch: The inputs of the model.
+        gain: A factor on the norm's gain.
+        compensation: "global" with compensation, "none" without.
+
+    Returns:
+        The gradient at the visual tokens, and those at the parameters of the projector's linear
+        layers.
+    """
     model = load_model(checkpoint, compensation)
     projector = model.model.multi_modal_projector
     parameters = [*projector.linear_1.parameters(), *projector.linear_2.parameters()]
@@ -119,7 +145,12 @@ def gradients(
 
 
 def print_steps(checkpoint: Path, batches: list[dict[str, Tensor]]) -> None:
-    """Prints how far projector and adapters move, with and without compensation."""
+    """Prints how far projector and adapters move, with and without compensation.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        batches: The inputs of the model in each step.
+    """
     print("\n| | projector moved | with GWC | adapters moved | with GWC |\n|---|---|---|---|---|")
     for name, optimizer in OPTIMIZERS.items():
         projector_changes = []
@@ -128,14 +159,24 @@ def print_steps(checkpoint: Path, batches: list[dict[str, Tensor]]) -> None:
             projector_change, adapter_change = changes(checkpoint, batches, compensation, optimizer)
             projector_changes.append(f"{projector_change:.3g}")
             adapter_changes.append(f"{adapter_change:.3g}")
-        cells = [name, *projector_changes, *adapter_changes]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        row_cells = [name, *projector_changes, *adapter_changes]
+        print(f"| {' | '.join(row_cells)} |", flush=True)
 
 
 def changes(
     checkpoint: Path, batches: list[dict[str, Tensor]], compensation: str, settings: Optimizer
 ) -> tuple[float, float]:
-    """Trains on some batches, and returns how far projector and adapters moved."""
+    """Trains on some batches.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        batches: The inputs of the model in each step.
+        compensation: "global" with compensation, "none" without.
+        settings: The optimizer.
+
+    Returns:
+        How far the projector moved, and how far the adapters moved.
+    """
     model = load_model(checkpoint, compensation)
     torch.manual_seed(0)
     lora_config = LoraConfig(r=8, target_modules=r".*\.language_model\..*\.(q|v)_proj")
@@ -147,17 +188,17 @@ def changes(
             adapters.append(parameter)
     trained = projector + adapters
     optimizer = settings.cls(trained, weight_decay=0.0, **settings.arguments)
-    before = [parameter.detach().clone() for parameter in trained]
+    initial_values = [parameter.detach().clone() for parameter in trained]
     for batch in batches:
         optimizer.zero_grad()
         adapted_model(**batch).loss.backward()
         if settings.clip:
             nn.utils.clip_grad_norm_(trained, settings.clip)
         optimizer.step()
-    moves = []
-    for parameter, earlier in zip(trained, before, strict=True):
-        moves.append(parameter.detach() - earlier)
-    return norm_of(moves[: len(projector)]), norm_of(moves[len(projector) :])
+    parameter_moves = []
+    for parameter, earlier in zip(trained, initial_values, strict=True):
+        parameter_moves.append(parameter.detach() - earlier)
+    return norm_of(parameter_moves[: len(projector)]), norm_of(parameter_moves[len(projector) :])
 
 
 def main() -> None:

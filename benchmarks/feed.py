@@ -39,7 +39,11 @@ QUESTION = "Provide a brief description of the given image."
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Writes `folder/checkpoint`: SmolLM2, and a tiny vision encoder with 729 patches."""
+    """Writes `folder/checkpoint`: SmolLM2, and a tiny vision encoder with 729 patches.
+
+    Args:
+        folder: The folder. The vision encoder is written into it too.
+    """
     from transformers import AutoModel, SiglipImageProcessor, SiglipVisionConfig
 
     from normalign_llava import build_checkpoint, convert_language
@@ -52,8 +56,13 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def write_rows(folder: Path, count: int) -> None:
-    """Writes `folder/COUNT.json` in LLaVA's form, and its images."""
-    rng = random.Random(0)
+    """Writes `folder/COUNT.json` in LLaVA's form, and its images.
+
+    Args:
+        folder: The folder. Images that are there are not written again.
+        count: The number of rows.
+    """
+    generator = random.Random(0)
     rows = []
     for number in range(count):
         image = Path("images", f"{number // 1000:05}", f"{number:09}.jpg")
@@ -64,23 +73,36 @@ def write_rows(folder: Path, count: int) -> None:
                 write_image(source, number)
             os.link(source, folder / image)
         question = {"from": "human", "value": f"{QUESTION}\n<image>"}
-        answer = {"from": "gpt", "value": " ".join(rng.choices(WORDS, k=12))}
+        answer = {"from": "gpt", "value": " ".join(generator.choices(WORDS, k=12))}
         row = {"id": f"{number:09}", "image": str(image), "conversations": [question, answer]}
         rows.append(row)
     (folder / f"{count}.json").write_text(json.dumps(rows))
 
 
 def write_image(path: Path, seed: int) -> None:
-    """Writes a JPEG of 640 x 480 pixels and some 60 kB, as of a photograph."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    """Writes a JPEG of 640 x 480 pixels and some 60 kB, like a photograph.
+
+    Args:
+        path: The file.
+        seed: The seed of its random pixels.
+    """
+    generator = np.random.default_rng(seed)
+    coarse = Image.fromarray(generator.integers(0, 256, (30, 40, 3), dtype=np.uint8))
     smooth = coarse.resize((640, 480), Image.Resampling.BICUBIC)
-    pixels = np.asarray(smooth).astype(int) + rng.integers(-8, 9, (480, 640, 3))
+    pixels = np.asarray(smooth).astype(int) + generator.integers(-8, 9, (480, 640, 3))
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=85)
 
 
 def read_rows(folder: Path, count: int):
-    """Reads the processor, and the rows as training has them."""
+    """Reads the processor and the rows.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        count: The number of rows, in the name of their file.
+
+    Returns:
+        The processor, and the rows as training has them.
+    """
     from transformers import AutoProcessor
 
     from normalign_llava import DataArguments, load_data
@@ -108,7 +130,16 @@ def peak() -> int:
 
 
 def check_rows(folder: Path, count: int) -> dict[str, float]:
-    """Measures time and memory of the checks, in this process."""
+    """Measures time and memory of the checks, in this process.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        count: The number of rows.
+
+    Returns:
+        `cpu` seconds, the number of `rows`, and bytes at the `peak` of this process and of the
+        largest one that it has waited for, `others`.
+    """
     before = cpu_seconds()
     _, rows = read_rows(folder, count)
     return {
@@ -120,7 +151,15 @@ def check_rows(folder: Path, count: int) -> dict[str, float]:
 
 
 def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
-    """Returns what reads all images once: our loader, TRL's, and only the image processor."""
+    """Returns functions that read all images once.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        images: The number of rows, with an image each.
+
+    Returns:
+        Our loader, TRL's, and the bare image processor, by name.
+    """
     from datasets import Dataset, Image as ImageFeature, List
     from torch.utils.data import DataLoader
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -170,7 +209,15 @@ def cpu_time(function: Callable[[], object]) -> float:
 
 
 def costs_of_a_row(smaller: dict[str, float], larger: dict[str, float]) -> str:
-    """Returns milliseconds of CPU, and bytes in the process and in others, for each further row."""
+    """Returns what each further row costs.
+
+    Args:
+        smaller: What [`check_rows`] measured on fewer rows.
+        larger: What it measured on more rows.
+
+    Returns:
+        Milliseconds of CPU, bytes in the process and bytes in others, as text.
+    """
     further_rows = larger["rows"] - smaller["rows"]
     milliseconds = 1e3 * (larger["cpu"] - smaller["cpu"]) / further_rows
     own_bytes = max(0, larger["peak"] - smaller["peak"]) / further_rows
@@ -202,15 +249,15 @@ def main() -> None:
     for loader in ("this package", "TRL"):
         ratios.append(spread(quartiles(cpu["bare"], cpu[loader])))
     measured = "images per second of CPU / bare decoding: this package; TRL"
-    rows = [("batches", measured, "; ".join(ratios))]
+    table_rows = [("batches", measured, "; ".join(ratios))]
     row_costs = []
     for start in STARTS:
         smaller_check = checks[f"{smaller:,} rows, {start}"]
         larger_check = checks[f"{larger:,} rows, {start}"]
         row_costs.append(costs_of_a_row(smaller_check, larger_check))
     measured = f"ms of CPU, bytes a row, in the process and others: {'; '.join(STARTS)}"
-    rows.append(("before the first step", measured, "; ".join(row_costs)))
-    report("Feeding", rows, options, checks=checks, cpu_seconds=cpu)
+    table_rows.append(("before the first step", measured, "; ".join(row_costs)))
+    report("Feeding", table_rows, options, checks=checks, cpu_seconds=cpu)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def main() -> None:
     half_precision = step_seconds["bfloat16"][WARM_UP:]
     full_precision = step_seconds["float32"][WARM_UP:]
     ratio = spread(quartiles(half_precision, full_precision))
-    rows = [("step of stage 1, frozen bfloat16", "time / frozen float32", ratio)]
+    table_rows = [("step of stage 1, frozen bfloat16", "time / frozen float32", ratio)]
     title = f"A step of stage 1, batch {options.batch}, {options.device}"
-    report(title, rows, options, seconds=step_seconds, losses=losses)
+    report(title, table_rows, options, seconds=step_seconds, losses=losses)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,12 @@ def quiet() -> None:
 
 
 def seconds(function: Callable[[], object], device: str) -> float:
-    """Measures the time of a call, on a GPU until it is idle."""
+    """Measures the time of a call, on a GPU until it is idle.
+
+    Args:
+        function: The function to call.
+        device: "cpu" or "cuda".
+    """
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -79,6 +84,11 @@ def in_turns(
     """Measures each function in each round, after one round that warms up.
 
     The order within a round is random, since the first finds the memory in another state.
+
+    Args:
+        functions: The functions by name.
+        rounds: How many rounds count.
+        measure: Calls a function and measures that.
 
     Returns:
         What `measure` returned, by name of the function, for each round.
@@ -102,8 +112,8 @@ def quartiles(measured: Sequence[float], references: Sequence[float]) -> list[fl
 
 def spread(ratios: Sequence[float]) -> str:
     """Returns quartiles as text, the median first."""
-    low, middle, high = ratios
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    lower_quartile, median, upper_quartile = ratios
+    return f"{median:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})"
 
 
 def in_process(function: Callable[..., Value], *arguments, seconds: float | None = None) -> Value:
@@ -169,8 +179,8 @@ def machine(device: str) -> dict[str, Any]:
 def report(title: str, rows: list[Row], options: argparse.Namespace, **figures: Any) -> None:
     """Prints the rows, and writes them with all figures, options and the machine to `--output`."""
     table = Table("", "measured", "median (quartiles)", title=title)
-    for row in rows:
-        table.add_row(*row)
+    for table_row in rows:
+        table.add_row(*table_row)
     Console().print(table)
     if options.output:
         content = {

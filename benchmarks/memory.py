@@ -41,16 +41,22 @@ METHODS = {
 
 
 def allocated(function) -> int:
-    """Measures the peak of what torch allocates on the CPU while `function` runs."""
+    """Measures the peak of what torch allocates on the CPU.
+
+    Args:
+        function: Runs meanwhile.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         function()
-    events = profiler.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
+    profiled_events = profiler.profiler.kineto_results.events()
+    changes = [
+        memory_change for memory_change in profiled_events if memory_change.name() == "[memory]"
+    ]
     highest = 0
     allocated_now = 0
-    for event in sorted(changes, key=lambda change: change.start_ns()):
-        allocated_now += event.nbytes()
+    for memory_change in sorted(changes, key=lambda change: change.start_ns()):
+        allocated_now += memory_change.nbytes()
         highest = max(highest, allocated_now)
     return highest
 
@@ -64,17 +70,23 @@ def weight_bytes(model: torch.nn.Module) -> int:
         if quantization is not None:
             constants = quantization.as_dict().values()
             tensors += [value for value in constants if isinstance(value, torch.Tensor)]
-    sizes = {}
+    storage_sizes = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+        storage_sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(storage_sizes.values())
 
 
 def measure(
     folder: Path, shape: str, words: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains two steps in this process.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        shape: The shape of the model.
+        words: Options of `normalign train`.
+        options: The options of the script.
 
     Returns:
         `predicted` and `measured` bytes, and the predicted ones by part, `parts`.
@@ -116,6 +128,11 @@ def measure(
 def measure_shape(folder: Path, shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measures all methods on a shape, with and without checkpointing.
 
+    Args:
+        folder: A folder for the checkpoint and the rows.
+        shape: The shape of the model.
+        options: The options of the script.
+
     Returns:
         What [`measure`] returns, by method and checkpointing.
     """
@@ -149,7 +166,7 @@ def main() -> None:
 
     # The forked processes find these imported.
     FORKS.set_forkserver_preload(["trl.trainer.sft_trainer", "bitsandbytes", "step"])
-    rows: list[Row] = []
+    table_rows: list[Row] = []
     all_figures: dict[str, Any] = {}
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as temporary:
@@ -157,13 +174,13 @@ def main() -> None:
             figures = measure_shape(Path(temporary), shape, options)
         all_figures |= figures
         ratios = [ratio(case_figures) for case_figures in figures.values()]
-        pairs = []
+        ratio_pairs = []
         for with_checkpointing, without in zip(ratios[::2], ratios[1::2], strict=True):
-            pairs.append(f"{with_checkpointing}, {without}")
+            ratio_pairs.append(f"{with_checkpointing}, {without}")
         measured = f"predicted / measured: {', '.join(options.methods)}"
-        rows.append((f"memory of a step, {shape}", measured, "; ".join(pairs)))
+        table_rows.append((f"memory of a step, {shape}", measured, "; ".join(ratio_pairs)))
     title = f"Memory of a step, {precision(options)}, {options.device}"
-    report(title, rows, options, figures=all_figures)
+    report(title, table_rows, options, figures=all_figures)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,12 @@ PAIRS = ((OURS, LAYER), (OURS_RMS, RMS), (HOOK, OURS))
 
 
 class HookLayerNorm(nn.Module):
-    """The paper's form: LayerNorm without gain, a hook on its output's gradient, gain and bias."""
+    """The paper's form: LayerNorm without gain, a hook on its output's gradient, gain and bias.
+
+    Args:
+        hidden_size: The number of features, d.
+        gain: Every element of the gain.
+    """
 
     def __init__(self, hidden_size: int, gain: float):
         super().__init__()
@@ -35,7 +40,14 @@ class HookLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., d)` to `(..., d)`."""
+        """Normalizes the last dimension.
+
+        Args:
+            hidden_states: Tokens of shape `(..., d)`.
+
+        Returns:
+            Normalized tokens of the same shape.
+        """
         normalized = nn.functional.layer_norm(hidden_states, self.weight.shape)
         scale = self.weight.detach().abs().mean().clamp(min=1e-3)
         normalized.register_hook(lambda gradient: gradient / scale)
@@ -43,14 +55,25 @@ class HookLayerNorm(nn.Module):
 
 
 def step(norm: nn.Module, tokens: torch.Tensor, upstream: torch.Tensor) -> None:
-    """Makes one forward and one backward pass."""
+    """Makes one forward and one backward pass.
+
+    Args:
+        norm: The norm.
+        tokens: Its input, of shape `(tokens, d)`. Its gradient is set.
+        upstream: The gradient at its output, of the same shape.
+    """
     tokens.grad = None
     norm.zero_grad()
     norm(tokens).backward(upstream)
 
 
 def kept_bytes(norm: nn.Module, tokens: torch.Tensor) -> int:
-    """Measures the bytes of distinct storages that autograd keeps from forward to backward."""
+    """Measures the bytes of distinct storages that autograd keeps from forward to backward.
+
+    Args:
+        norm: The norm.
+        tokens: Its input, of shape `(tokens, d)`.
+    """
     sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,7 +87,14 @@ def kept_bytes(norm: nn.Module, tokens: torch.Tensor) -> int:
 
 
 def norm_forms(width: int, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Returns the norms by name. The gain of ours stays float32, as in a bfloat16 model."""
+    """Returns the norms by name.
+
+    Args:
+        width: The number of features, d.
+        device: The device of all norms.
+        dtype: The dtype of torch's norms and of the hook form. The gain of ours stays float32, as
+            in a bfloat16 model.
+    """
     compensated: dict[str, nn.Module] = {
         OURS: GlobalWeightCompensatedLayerNorm(width),
         OURS_RMS: GlobalWeightCompensatedRMSNorm(width),
@@ -82,27 +112,37 @@ def norm_forms(width: int, device: str, dtype: torch.dtype) -> dict[str, nn.Modu
 
 
 def measured_ratios(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Measures quartiles of the times of each pair, and bytes kept for backward."""
+    """Measures ratios of times of each pair, and of the bytes kept for backward.
+
+    Args:
+        width: The number of features, d.
+        options: The options of the script.
+
+    Returns:
+        The outer quartiles and the median of each ratio, by its name.
+    """
     device = options.device
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     tokens = torch.randn(options.tokens, width, device=device, dtype=dtype, requires_grad=True)
     upstream = torch.randn(options.tokens, width, device=device, dtype=dtype)
     forms = norm_forms(width, device, dtype)
     kept_ratio = kept_bytes(forms[OURS], tokens) / kept_bytes(forms[LAYER], tokens)
-    pairs = list(PAIRS)
+    compared_pairs = list(PAIRS)
     if options.compile:
         torch.compiler.reset()
         for name in (LAYER, OURS, RMS, OURS_RMS):
             forms[f"{name}, compiled"] = torch.compile(forms[name], fullgraph=True, dynamic=False)
         for form, reference in PAIRS[:2]:
-            pairs.append((f"{form}, compiled", f"{reference}, compiled"))
-    calls = {name: partial(step, norm, tokens, upstream) for name, norm in forms.items()}
-    times = in_turns(calls, options.rounds, lambda call: seconds(call, device))
-    ratios = {}
-    for form, reference in pairs:
-        ratios[f"{form}: time / {reference}"] = quartiles(times[form], times[reference])
-    ratios[f"{OURS}: kept for backward / {LAYER}"] = [kept_ratio] * 3
-    return ratios
+            compared_pairs.append((f"{form}, compiled", f"{reference}, compiled"))
+    call_by_name = {name: partial(step, norm, tokens, upstream) for name, norm in forms.items()}
+    times_by_name = in_turns(call_by_name, options.rounds, lambda call: seconds(call, device))
+    time_ratios = {}
+    for form, reference in compared_pairs:
+        time_ratios[f"{form}: time / {reference}"] = quartiles(
+            times_by_name[form], times_by_name[reference]
+        )
+    time_ratios[f"{OURS}: kept for backward / {LAYER}"] = [kept_ratio] * 3
+    return time_ratios
 
 
 def main() -> None:
@@ -114,19 +154,19 @@ def main() -> None:
     arguments.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     arguments.add_argument("--widths", type=int, nargs="+", default=[576, 1152, 3584], help="d")
     options = arguments.parse_args()
-    ratios = {width: measured_ratios(width, options) for width in options.widths}
-    rows = []
-    for name in ratios[options.widths[0]]:
+    time_ratios = {width: measured_ratios(width, options) for width in options.widths}
+    table_rows = []
+    for name in time_ratios[options.widths[0]]:
         form, measured = name.split(": ")
         medians = []
         for width in options.widths:
-            _, median, _ = ratios[width][name]
+            _, median, _ = time_ratios[width][name]
             medians.append(f"{median:.2f}")
-        rows.append((form, measured, ", ".join(medians)))
+        table_rows.append((form, measured, ", ".join(medians)))
     widths = ", ".join(map(str, options.widths))
     size = f"{options.tokens} tokens, d = {widths}"
     title = f"Forward + backward, {size}, {precision(options)}, {options.device}"
-    report(title, rows, options, ratios=ratios)
+    report(title, table_rows, options, ratios=time_ratios)
 
 
 if __name__ == "__main__":

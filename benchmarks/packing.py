@@ -41,20 +41,26 @@ TOKENS_PER_IMAGE = 64
 
 
 def mixture_lengths(rows: int) -> list[tuple[int, int]]:
-    """Returns how many images and tokens of text each row has."""
-    rng = random.Random(0)
+    """Returns how many images and tokens of text each row has.
+
+    Args:
+        rows: The number of rows.
+    """
+    generator = random.Random(0)
     scale = TOKENS_PER_IMAGE / PATCHES
-    shares = [share for share, _, _ in KINDS.values()]
+    row_shares = [share for share, _, _ in KINDS.values()]
     row_sizes = []
-    for kind in rng.choices(list(KINDS), shares, k=rows):
+    for kind in generator.choices(list(KINDS), row_shares, k=rows):
         _, least, most = KINDS[kind]
-        images = 1
+        image_count = 1
         if kind == "text":
-            images = 0
-        elif rng.random() < 0.05:
-            images = rng.choice((2, 3, 4))
-        tokens = least * (most / least) ** rng.random()  # as many rows in each doubling of length
-        row_sizes.append((images, max(1, round(tokens * scale))))
+            image_count = 0
+        elif generator.random() < 0.05:
+            image_count = generator.choice((2, 3, 4))
+        token_count = (
+            least * (most / least) ** generator.random()
+        )  # as many rows in each doubling of length
+        row_sizes.append((image_count, max(1, round(token_count * scale))))
     return row_sizes
 
 
@@ -69,7 +75,14 @@ def mixture(folder: Path, rows: int) -> None:
 
 
 def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
-    """Returns the trainer of a variant on `folder/checkpoint` and `folder/data`."""
+    """Returns the trainer of a variant.
+
+    Args:
+        variant: One of `VARIANTS`.
+        folder: The folder of the checkpoint and the rows.
+        options: The options of the script.
+        steps: How many steps are measured.
+    """
     settings = trainer_settings(options, folder / "runs" / variant, steps)
     settings["per_device_train_batch_size"] = options.rows_per_pass
     settings["gradient_accumulation_steps"] = options.rows_per_step // options.rows_per_pass
@@ -101,10 +114,10 @@ def main() -> None:
     for variant in VARIANTS[1:]:
         ratios.append(f"{sum(step_seconds[variant]) / packed_seconds:.2f}")
     measured = f"tokens per second / {'; '.join(VARIANTS[1:])}"
-    rows = [("packing, mixture", measured, ", ".join(ratios))]
-    tokens = f"{min(lengths)} to {max(lengths)} tokens"
-    title = f"Packing, {len(lengths)} rows of {tokens}, {options.device}"
-    report(title, rows, options, lengths=lengths, seconds=step_seconds, losses=losses)
+    table_rows = [("packing, mixture", measured, ", ".join(ratios))]
+    token_count = f"{min(lengths)} to {max(lengths)} tokens"
+    title = f"Packing, {len(lengths)} rows of {token_count}, {options.device}"
+    report(title, table_rows, options, lengths=lengths, seconds=step_seconds, losses=losses)
 
 
 if __name__ == "__main__":

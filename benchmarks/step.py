@@ -8,7 +8,7 @@ take turns step by step, so that times of the same batch are compared. A step is
 `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks and logging. Every
 tenth step is logged, and measured by our callback.
 
-On a CPU, our trainer computes logits of the answers only, and TRL's computes those of every
+On a CPU, our trainer computes logits of the answers only, and TRL's computes logits of every
 position. The variant "all scored" does so too, for a comparison at equal work. All have weights in
 float32.
 """
@@ -119,28 +119,30 @@ def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
 
     from normalign_llava import DATA_FEATURES
 
-    rng = random.Random(0)
+    generator = random.Random(0)
     rows = []
     for image_count, word_count in sizes:
         images = [{"type": "image"}] * image_count
         question = [*images, {"type": "text", "text": "describe"}]
-        words = " ".join(rng.choices("etaoin", k=word_count))
+        words = " ".join(generator.choices("etaoin", k=word_count))
         answer = [{"type": "text", "text": words}]
         messages = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-        image_files = [{"bytes": random_png(rng, side)} for _ in range(image_count)]
+        image_files = [{"bytes": random_png(generator, side)} for _ in range(image_count)]
         rows.append({"images": image_files, "messages": messages})
     Dataset.from_list(rows, features=DATA_FEATURES).save_to_disk(folder / "data")
 
 
-def random_png(rng: random.Random, side: int) -> bytes:
+def random_png(generator: random.Random, side: int) -> bytes:
     """Returns a square PNG file of random pixels."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.frombytes("RGB", (side, side), rng.randbytes(3 * side**2)).save(buffer, format="PNG")
+    Image.frombytes("RGB", (side, side), generator.randbytes(3 * side**2)).save(
+        buffer, format="PNG"
+    )
     return buffer.getvalue()
 
 
@@ -156,7 +158,13 @@ def prepared_rows(folder: Path):
 
 
 def trainer_settings(options: argparse.Namespace, output: Path, steps: int) -> dict[str, Any]:
-    """Returns the options of both trainers."""
+    """Returns the options of both trainers.
+
+    Args:
+        options: The options of the script.
+        output: The folder of the run.
+        steps: How many steps are measured.
+    """
     return {
         "output_dir": str(output),
         "max_steps": steps + 1,  # nothing is measured in the last one
@@ -180,7 +188,7 @@ def our_trainer(folder: Path, settings: dict[str, Any], cls: type | None = None,
     Args:
         folder: The folder of the checkpoint and the rows.
         settings: The options of both trainers.
-        cls: The class of the trainer; by default `NormAlignTrainer`.
+        cls: The class of the trainer. By default it is `NormAlignTrainer`.
         own: Options of our trainer only.
     """
     from peft import LoraConfig
@@ -239,7 +247,14 @@ def stock_trainer(folder: Path, settings: dict[str, Any]):
 
 
 def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
-    """Returns the trainer of a variant."""
+    """Returns the trainer of a variant.
+
+    Args:
+        variant: `STOCK`, `OURS` or `ALL_SCORED`.
+        folder: The folder of the checkpoint and the rows.
+        options: The options of the script.
+        steps: How many steps are measured.
+    """
     from trl import SFTTrainer
 
     from normalign_llava import NormAlignTrainer
@@ -313,25 +328,27 @@ def run(
     Returns:
         The seconds of every step, and the losses, by variant.
     """
-    spawn = multiprocessing.get_context("spawn")
-    pipes = {}
-    processes = {}
+    spawn_context = multiprocessing.get_context("spawn")
+    pipe_by_variant = {}
+    process_by_variant = {}
     for variant in variants:
-        pipes[variant], other_end = spawn.Pipe()
+        pipe_by_variant[variant], other_end = spawn_context.Pipe()
         arguments = (make, variant, folder, options, steps, other_end)
-        processes[variant] = spawn.Process(target=train, args=arguments, daemon=True)
-        processes[variant].start()
+        process_by_variant[variant] = spawn_context.Process(
+            target=train, args=arguments, daemon=True
+        )
+        process_by_variant[variant].start()
         other_end.close()  # so that recv raises if the process fails
-        pipes[variant].recv()  # models are loaded one after the other
+        pipe_by_variant[variant].recv()  # models are loaded one after the other
     step_seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for _ in track(range(steps), description=", ".join(variants)):
         for variant in random.sample(variants, len(variants)):
-            pipes[variant].send("go")
-            step_seconds[variant].append(pipes[variant].recv())
+            pipe_by_variant[variant].send("go")
+            step_seconds[variant].append(pipe_by_variant[variant].recv())
     losses = {}
-    for variant, process in processes.items():
-        pipes[variant].send("go")
-        losses[variant] = pipes[variant].recv()
+    for variant, process in process_by_variant.items():
+        pipe_by_variant[variant].send("go")
+        losses[variant] = pipe_by_variant[variant].recv()
         process.join()
     return step_seconds, losses
 
@@ -353,12 +370,12 @@ def main() -> None:
         real_parts(folder, options.batch * (steps + 2))
         step_seconds, losses = run(folder, variants, options, steps)
     stock_seconds = step_seconds[STOCK][WARM_UP:]
-    rows = []
+    table_rows = []
     for variant in variants[1:]:
         ratio = spread(quartiles(step_seconds[variant][WARM_UP:], stock_seconds))
-        rows.append((f"training step: {variant}", f"time / {STOCK}", ratio))
+        table_rows.append((f"training step: {variant}", f"time / {STOCK}", ratio))
     title = f"A training step, {precision(options)}, batch {options.batch}, {options.device}"
-    report(title, rows, options, seconds=step_seconds, losses=losses)
+    report(title, table_rows, options, seconds=step_seconds, losses=losses)
 
 
 if __name__ == "__main__":

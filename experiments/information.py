@@ -115,13 +115,13 @@ class InformationCallback(TrainerCallback):
         for question, entropy, loss in zip(questions, entropies(questions), losses, strict=True):
             all_nats.append(entropy - loss)
             nats_by_kind[question.kind].append(entropy - loss)
-        entry = {"step": state.global_step, "all_steps": step, "information": fmean(all_nats)}
+        log_entry = {"step": state.global_step, "all_steps": step, "information": fmean(all_nats)}
         for kind in KINDS:
-            entry[f"information/{kind}"] = fmean(nats_by_kind[kind])
+            log_entry[f"information/{kind}"] = fmean(nats_by_kind[kind])
         if step == self.last:
             wrong_losses = cross_entropies(model, processing_class, other_images(questions))
-            entry["wrong_image"] = fmean(wrong_losses) - fmean(losses)
-        state.log_history.append(entry)
+            log_entry["wrong_image"] = fmean(wrong_losses) - fmean(losses)
+        state.log_history.append(log_entry)
 
 
 @torch.no_grad()

@@ -78,13 +78,13 @@ def write_report(plan: Plan) -> Path:
             results[run.name_in_plan][run.seed] = result
     if not stored:
         raise ValueError(f"{plan.results} has no result. Run `python experiments run` first.")
-    lines = _progress(plan, stored)
+    page_lines = _progress(plan, stored)
     if plan.commands:
-        lines += sections(plan, results)
+        page_lines += sections(plan, results)
     else:
-        lines += _information_sections(plan, results)
+        page_lines += _information_sections(plan, results)
         draw(plan, results, plan.results / FIGURE)
-    write_text(plan.results / PAGE, "\n".join(lines) + "\n")
+    write_text(plan.results / PAGE, "\n".join(page_lines) + "\n")
     return plan.results / PAGE
 
 
@@ -112,19 +112,19 @@ def _progress(plan: Plan, stored: dict[str, dict[str, Any]]) -> list[str]:
 
 def _information_sections(plan: Plan, results: Results) -> list[str]:
     """Returns the lines about visual information: each group, and the planned differences."""
-    lines = [EXPLANATION, "", f"![I over steps]({FIGURE})"]
+    page_lines = [EXPLANATION, "", f"![I over steps]({FIGURE})"]
     for group_name, group in plan.groups.items():
         group_results = results_of_group(results, group_name)
         if group_results:
-            lines += ["", f"## {group_name}", "", group["question"], ""]
-            lines += _by_seed(group_results)
-            lines += ["", *_table(group_results)]
-    lines += ["", "## Decisions", ""]
-    lines += _differences(results, plan.decisions, together=True)
+            page_lines += ["", f"## {group_name}", "", group["question"], ""]
+            page_lines += _by_seed(group_results)
+            page_lines += ["", *_table(group_results)]
+    page_lines += ["", "## Decisions", ""]
+    page_lines += _differences(results, plan.decisions, together=True)
     if plan.differences:
-        lines += ["", "## Other differences", ""]
-        lines += _differences(results, plan.differences, together=False)
-    return lines
+        page_lines += ["", "## Other differences", ""]
+        page_lines += _differences(results, plan.differences, together=False)
+    return page_lines
 
 
 def results_of_group(results: Results, group_name: str) -> Results:
@@ -140,7 +140,7 @@ def information(result: dict[str, Any], kind: str = "information") -> float:
     """Returns I of a run: the mean over the measured ones of its last `AVERAGED` steps."""
     entries = result["information"]
     last_before = entries[-1]["all_steps"] - AVERAGED
-    return _mean([entry[kind] for entry in entries if entry["all_steps"] > last_before])
+    return _mean([log_entry[kind] for log_entry in entries if log_entry["all_steps"] > last_before])
 
 
 def difference(
@@ -171,12 +171,12 @@ def difference(
                 "Make these runs again."
             )
     all_values = np.array(term_values)
-    total = all_values[::2].sum(0) - all_values[1::2].sum(0)
-    if len(seeds) < 2 or without_spread(total, all_values):
-        return total, None, None
-    t_test = stats.ttest_1samp(total, 0)
-    low, high = t_test.confidence_interval(CONFIDENCE)
-    return total, (float(low), float(high)), float(t_test.pvalue)
+    signed_sum = all_values[::2].sum(0) - all_values[1::2].sum(0)
+    if len(seeds) < 2 or without_spread(signed_sum, all_values):
+        return signed_sum, None, None
+    t_test = stats.ttest_1samp(signed_sum, 0)
+    lower_end, upper_end = t_test.confidence_interval(CONFIDENCE)
+    return signed_sum, (float(lower_end), float(upper_end)), float(t_test.pvalue)
 
 
 def holm(p_values: list[float]) -> list[float]:
@@ -221,15 +221,15 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
 
 def _draw_variant(axes: Axes, name: str, results: list[dict[str, Any]], colour: str) -> None:
     """Draws the mean of I over seeds, and its range."""
-    steps = [entry["all_steps"] for entry in results[0]["information"]]
+    measured_steps = [log_entry["all_steps"] for log_entry in results[0]["information"]]
     seed_curves = []
     for result in results:
-        seed_curves.append([entry["information"] for entry in result["information"]])
+        seed_curves.append([log_entry["information"] for log_entry in result["information"]])
     curves = np.array(seed_curves)
     lowest = curves.min(0)
     highest = curves.max(0)
-    axes.plot(steps, curves.mean(0), "o-", label=name, markersize=3, color=colour)
-    axes.fill_between(steps, lowest, highest, color=colour, alpha=0.12, linewidth=0)
+    axes.plot(measured_steps, curves.mean(0), "o-", label=name, markersize=3, color=colour)
+    axes.fill_between(measured_steps, lowest, highest, color=colour, alpha=0.12, linewidth=0)
 
 
 def _by_seed(group: Results) -> list[str]:
@@ -303,8 +303,8 @@ def _clip_budget(curves: dict[str, list]) -> dict[str, float]:
     for part in PARTS:
         if f"grad_norm/{part}" in curves:
             squares[part] = np.square(curves[f"grad_norm/{part}"])
-    total = sum(squares.values())
-    return {part: _mean(square / total) for part, square in squares.items()}
+    signed_sum = sum(squares.values())
+    return {part: _mean(square / signed_sum) for part, square in squares.items()}
 
 
 def _mean(numbers: Sequence[float] | np.ndarray) -> float:
@@ -326,13 +326,13 @@ def _differences(results: Results, named: dict[str, list[str]], *, together: boo
             p_values[name] = p_value
     corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     table_rows = []
-    for name, (total, interval, p_value) in differences.items():
-        row_cells = [name, _formula(named[name]), str(len(total)), "", "", ""]
-        if len(total):
-            row_cells[3] = f"{total.mean():+.3f}"
+    for name, (signed_sum, interval, p_value) in differences.items():
+        row_cells = [name, _formula(named[name]), str(len(signed_sum)), "", "", ""]
+        if len(signed_sum):
+            row_cells[3] = f"{signed_sum.mean():+.3f}"
         if interval is not None:
-            low, high = interval
-            row_cells[4] = f"{low:+.3f} to {high:+.3f}"
+            lower_end, upper_end = interval
+            row_cells[4] = f"{lower_end:+.3f} to {upper_end:+.3f}"
         if p_value is not None:
             row_cells[5] = f"{p_value:.3g}"
             if together:

@@ -194,9 +194,9 @@ def _measurements(plan: Plan, folders: RunFolders) -> dict[str, Any]:
     curves = {}
     for stage in STAGES:
         curves[stage] = curve(folders.stage(stage))
-        for entry in _log_history(folders.stage(stage)):
-            if "information" in entry:
-                information.append(entry)
+        for log_entry in _log_history(folders.stage(stage)):
+            if "information" in log_entry:
+                information.append(log_entry)
     record = read_json(folders.stage("stage2") / TRAINING_RECORD)
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -252,14 +252,14 @@ def write_data(output: Path, align_rows: int, tune_rows: int, seed: int) -> None
 
 def data_hash(data: Path) -> str:
     """Returns the SHA-256 over messages and images of both stages."""
-    digest = hashlib.sha256()
+    data_digest = hashlib.sha256()
     for stage in STAGES:
         rows = load_from_disk(str(data / stage))
         messages = json.dumps(rows["messages"][:], sort_keys=True)
-        digest.update(messages.encode())
+        data_digest.update(messages.encode())
         for image in _images(rows):
-            digest.update(image)
-    return digest.hexdigest()
+            data_digest.update(image)
+    return data_digest.hexdigest()
 
 
 def _images(rows: Dataset) -> list[bytes]:
@@ -359,14 +359,14 @@ def curve(folder: Path) -> dict[str, list]:
 
     A quantity has a value for each logged step, and None where it was not logged.
     """
-    entries = [entry for entry in _log_history(folder) if "loss" in entry]
+    entries = [log_entry for log_entry in _log_history(folder) if "loss" in log_entry]
     logged_names: set[str] = set()
-    for entry in entries:
-        logged_names.update(entry)
+    for log_entry in entries:
+        logged_names.update(log_entry)
     curves = {}
     for name in sorted(logged_names):
         if name in CURVES or name.startswith("grad_norm/"):
-            curves[name] = [_rounded(entry.get(name)) for entry in entries]
+            curves[name] = [_rounded(log_entry.get(name)) for log_entry in entries]
     return curves
 
 

@@ -97,10 +97,10 @@ class Line(NamedTuple):
         if self.over_seeds is None or self.unknown is not None:
             return None
         centre = self.difference
-        low, high = self.over_seeds
+        lower_end, upper_end = self.over_seeds
         questions_low, questions_high = self.over_questions or (centre, centre)
-        below = math.hypot(low - centre, questions_low - centre)
-        above = math.hypot(high - centre, questions_high - centre)
+        below = math.hypot(lower_end - centre, questions_low - centre)
+        above = math.hypot(upper_end - centre, questions_high - centre)
         return centre - below, centre + above
 
     @property
@@ -108,13 +108,13 @@ class Line(NamedTuple):
         """What can be said, by the rule of table4.md."""
         if self.interval is None:
             return self.unknown or "too few seeds to tell"
-        low, high = self.interval
-        holds_none = low <= 0 <= high
+        lower_end, upper_end = self.interval
+        holds_none = lower_end <= 0 <= upper_end
         if self.paper is None:
             if holds_none:
                 return "not shown"
-            return "higher" if low > 0 else "lower"
-        holds_paper = low <= self.paper <= high
+            return "higher" if lower_end > 0 else "lower"
+        holds_paper = lower_end <= self.paper <= upper_end
         position = f"the paper's {self.paper:+.2f} is"
         if holds_paper and holds_none:
             seeds_are_wider = _width(self.over_seeds) >= _width(self.over_questions)
@@ -124,7 +124,7 @@ class Line(NamedTuple):
             return f"{position} inside"
         if holds_none:
             return f"no difference shown, {position} outside"
-        has_same_sign = (low > 0) == (self.paper > 0)
+        has_same_sign = (lower_end > 0) == (self.paper > 0)
         sign = "same" if has_same_sign else "opposite"
         return f"{sign} sign, {position} outside"
 
@@ -132,8 +132,8 @@ class Line(NamedTuple):
 def _width(interval: Interval | None) -> float:
     if interval is None:
         return 0.0
-    low, high = interval
-    return high - low
+    lower_end, upper_end = interval
+    return upper_end - lower_end
 
 
 def paper_average(evaluations: Sequence[Evaluation]) -> dict[str, float]:
@@ -201,9 +201,9 @@ def main_result(lines_by_group: dict[str, dict[str, list[Line]]], model_count: i
         for line in lines_by_arm.get("gwc", []):
             if line.benchmark == AVERAGE and line.interval is not None:
                 intervals.append(line.interval)
-    if any(high < 0 for _, high in intervals):
+    if any(upper_end < 0 for _, upper_end in intervals):
         return "does not hold"
-    if len(intervals) == model_count and all(low > 0 for low, _ in intervals):
+    if len(intervals) == model_count and all(lower_end > 0 for lower_end, _ in intervals):
         return "holds"
     return "is not shown"
 
@@ -273,8 +273,8 @@ def _line(difference: Difference, reported: dict[str, float]) -> Line:
 def _scaled(interval: Interval | None, factor: float) -> Interval | None:
     if interval is None:
         return None
-    low, high = interval
-    return factor * low, factor * high
+    lower_end, upper_end = interval
+    return factor * lower_end, factor * upper_end
 
 
 def _averages(results: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -329,8 +329,8 @@ def _draw_differences(axes: Axes, arm: str, lines: list[Line]) -> None:
     for position, line in enumerate(lines):
         place = position + shift
         interval = line.interval or line.over_questions
-        low, high = interval or (line.difference, line.difference)
-        axes.vlines(place, low, high, color=colour)
+        lower_end, upper_end = interval or (line.difference, line.difference)
+        axes.vlines(place, lower_end, upper_end, color=colour)
         axes.plot(place, line.difference, "o", color=colour, label=arm_label)
         if line.paper is not None:
             axes.plot(place, line.paper, "x", color=colour, label=paper_label)
@@ -342,13 +342,13 @@ def _draw_differences(axes: Axes, arm: str, lines: list[Line]) -> None:
 
 def _draw_cosines(axes: Axes, arm: str, results: list[dict[str, Any]]) -> None:
     """Draws the mean cosine over layers and seeds by step, for both kinds of tokens."""
-    steps = [step["step"] for step in results[0]["dynamics"]]
+    measured_steps = [step["step"] for step in results[0]["dynamics"]]
     for kind, style in (("visual", ".-"), ("text", ".:")):
         curves = []
         for result in results:
             curves.append([np.mean(step[kind]) for step in result["dynamics"]])
         label = f"{NAMES[arm]}, {kind} tokens"
-        axes.plot(steps, np.mean(curves, 0), style, color=COLOURS[arm], label=label)
+        axes.plot(measured_steps, np.mean(curves, 0), style, color=COLOURS[arm], label=label)
 
 
 def mean(numbers: Sequence[float], digits: int = 3) -> str:
@@ -455,8 +455,8 @@ def _differences(lines: Sequence[Line]) -> list[str]:
             if interval is None:
                 row_cells.append("")
             else:
-                low, high = interval
-                row_cells.append(f"{low:+.{digits}f} to {high:+.{digits}f}")
+                lower_end, upper_end = interval
+                row_cells.append(f"{lower_end:+.{digits}f} to {upper_end:+.{digits}f}")
         table_rows.append([*row_cells, line.sentence])
     headings = ["", "difference", "the paper's", "over questions", "over seeds", ""]
     return markdown(headings, table_rows)
