@@ -303,8 +303,8 @@ def _clip_budget(curves: dict[str, list]) -> dict[str, float]:
     for part in PARTS:
         if f"grad_norm/{part}" in curves:
             squares[part] = np.square(curves[f"grad_norm/{part}"])
-    signed_sum = sum(squares.values())
-    return {part: _mean(square / signed_sum) for part, square in squares.items()}
+    total_squares = sum(squares.values())
+    return {part: _mean(square / total_squares) for part, square in squares.items()}
 
 
 def _mean(numbers: Sequence[float] | np.ndarray) -> float:

@@ -39,7 +39,7 @@ def ask_clean_process(
         The [`first_logits`] of the model.
 
     Raises:
-        ValueError: The checkpoint does not load; with the output of the process.
+        ValueError: The checkpoint does not load. The message has the output of the process.
     """
     source_name = str(source) if revision else str(Path(source).resolve())
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
