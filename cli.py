@@ -55,6 +55,12 @@ def _parse_layers(text: str) -> int | list[int]:
     return layers[0] if len(layers) == 1 else layers
 
 
+def _split_names(options: list[str] | None) -> list[str]:
+    """Returns the names in options that may be repeated, and may name several by commas."""
+    names = ",".join(options or ()).split(",")
+    return [name for name in names if name]
+
+
 @app.command()
 def build(
     *,
@@ -100,9 +106,17 @@ def build(
         else:
             layer = -2 if feature_layer is None else feature_layer
             report = build_checkpoint(
-                str(vision), str(language), output, arm=arm, norm=norm, dtype=dtype, seed=seed,
-                feature_layer=layer, select_strategy=select_strategy, chat_template=chat_template,
-            )  # fmt: skip
+                str(vision),
+                str(language),
+                output,
+                arm=arm,
+                norm=norm,
+                dtype=dtype,
+                seed=seed,
+                feature_layer=layer,
+                select_strategy=select_strategy,
+                chat_template=chat_template,
+            )
     Console().print(report)
     if report.generation_marks:
         Console().print(f"Next: {next_command(output, 'build', adapters=False)}", soft_wrap=True)
@@ -257,13 +271,23 @@ def evaluate(
     with errors_for_people(extra="evaluate", stopped=AGAIN, full=FEWER):
         from .evaluation.run import evaluate as run
 
-        suites, names = ([*filter(None, ",".join(raw or ()).split(","))] for raw in (suite, tasks))
         evaluated = run(
-            model, suites=suites, tasks=names, include_path=include_path, data=data, output=output,
-            image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size,
-            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
-            base=base, base_quantization=base_quantization,
-        )  # fmt: skip
+            model,
+            suites=_split_names(suite),
+            tasks=_split_names(tasks),
+            include_path=include_path,
+            data=data,
+            output=output,
+            image_folder=image_folder,
+            columns=columns,
+            limit=limit,
+            batch_size=batch_size,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+            base=base,
+            base_quantization=base_quantization,
+        )
     Console().print(evaluated)
     Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
     raise Exit(int(bool(evaluated.failed)))
@@ -358,11 +382,21 @@ def diagnose(
         from .diagnose.run import diagnose as measure
 
         diagnosis = measure(
-            model, against=against, data=data, image_folder=image_folder, columns=columns,
-            samples=samples, output=output, batch_size=batch_size, seed=seed, dtype=dtype,
-            load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
-            base=base, base_quantization=base_quantization,
-        )  # fmt: skip
+            model,
+            against=against,
+            data=data,
+            image_folder=image_folder,
+            columns=columns,
+            samples=samples,
+            output=output,
+            batch_size=batch_size,
+            seed=seed,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+            base=base,
+            base_quantization=base_quantization,
+        )
     Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
 
 
@@ -427,12 +461,21 @@ def publish(
         from .hub_cards.push.publish import publish as send, summary
 
         publication = send(
-            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr,
-            space=space, as_adapter=adapter, base=base, base_quantization=base_quantization,
-            replace_card=replace_card, dry_run=dry_run,
-            check_loading=not no_verify, replace_files=replace_files,
+            checkpoint,
+            repo_id,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            space=space,
+            as_adapter=adapter,
+            base=base,
+            base_quantization=base_quantization,
+            replace_card=replace_card,
+            dry_run=dry_run,
+            check_loading=not no_verify,
+            replace_files=replace_files,
             notify=lambda text: console.print(text, soft_wrap=True),
-        )  # fmt: skip
+        )
     console.print(summary(publication), soft_wrap=True)
 
 

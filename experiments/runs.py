@@ -44,8 +44,16 @@ RECIPE_ROWS = 1920
 
 PROBE_BATCH_SIZE = 16
 EVALUATE_BATCH_SIZE = 64
-CURVES = ("step", "loss", "learning_rate", "grad_norm", "clip/share")
-CURVES += ("norm/visual", "norm/text", "gain/mean_abs")
+CURVES = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "clip/share",
+    "norm/visual",
+    "norm/text",
+    "gain/mean_abs",
+)
 
 
 @dataclass(frozen=True)

@@ -274,8 +274,7 @@ def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
 
 def main(folder: Path) -> None:
     """Serves the model that `space.json` names, with the code that comes with it."""
-    settings_text = (folder / "space.json").read_text(encoding="utf-8")
-    settings = json.loads(settings_text)
+    settings = json.loads((folder / "space.json").read_bytes())
     model_id = settings["model"]
     revision = settings["revision"]
     code: dict[str, Any] = {"code_revision": revision, "trust_remote_code": True}

@@ -146,10 +146,13 @@ def _read_gain(
     if "bias" in norm:
         bias_magnitude = norm["bias"].abs().mean().item()
     magnitudes = {"mean_abs": gain.abs().mean().item(), "bias_mean_abs": bias_magnitude}
-    n_text = getattr(config, "text_embedding_norm", None)
-    if config is None or (n_text is None and config.projector_gain_init != "one"):
+    start = None
+    if config is not None and config.projector_gain_init == "one":
+        start = 1.0
+    elif config is not None and config.text_embedding_norm is not None:
+        start = initial_gain(config, config.text_embedding_norm)
+    if start is None:
         return {"start": None, **magnitudes}, None
-    start = initial_gain(config, n_text)
     is_at_start = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
     return {"start": start, **magnitudes}, bool(bias_magnitude) or not is_at_start
 
@@ -188,26 +191,21 @@ def _training_data(stages: list[dict[str, Any]]) -> list[Part]:
     part_by_name = {}
     for stage in stages:
         for source in stage.get("data", ()):
-            if source.get("split") == "train":
-                data_set = _data_set(source)
-                part_by_name[data_set.name] = data_set
+            if source.get("split") != "train":
+                continue
+            dataset = source.get("dataset") or {}
+            dataset_id = dataset.get("id")
+            name = dataset_id or source["source"]
+            licence = dataset.get("license")
+            part_by_name[name] = Part(
+                role="data",
+                name=name,
+                hub_id=_hub_id(dataset_id),
+                revision=dataset.get("revision"),
+                licence={"license": licence} if licence else {},
+                languages=tuple(dataset.get("language") or ()),
+            )
     return list(part_by_name.values())
-
-
-def _data_set(source: dict[str, Any]) -> Part:
-    dataset = source.get("dataset") or {}
-    dataset_id = dataset.get("id")
-    licence = {}
-    if dataset.get("license"):
-        licence["license"] = dataset["license"]
-    return Part(
-        role="data",
-        name=dataset_id or source["source"],
-        hub_id=_hub_id(dataset_id),
-        revision=dataset.get("revision"),
-        licence=licence,
-        languages=tuple(dataset.get("language") or ()),
-    )
 
 
 def _outdated(checkpoint: Path, evaluations: list[Evaluation]) -> list[str]:

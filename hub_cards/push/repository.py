@@ -169,18 +169,12 @@ def _recorded(record: bytes) -> dict[str, Sequence[str]]:
     """Returns the ids by path in the content of `RECORD`, if this package wrote it."""
     try:
         content = json.loads(record)
-    except (ValueError, RecursionError):
+        if content["written_by"] != "normalign-llava" or content["schema_version"] != 1:
+            return {}
+        ids_by_path = content["files"].items()
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return {}
-    if not isinstance(content, dict) or content.get("written_by") != "normalign-llava":
-        return {}
-    ids_by_path = content.get("files")
-    if content.get("schema_version") != 1 or not isinstance(ids_by_path, dict):
-        return {}
-    return {
-        path: content_ids
-        for path, content_ids in ids_by_path.items()
-        if isinstance(content_ids, list)
-    }
+    return {path: content_ids for path, content_ids in ids_by_path if isinstance(content_ids, list)}
 
 
 def push(

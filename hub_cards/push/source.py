@@ -121,10 +121,14 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
         repo_path = local_path.relative_to(folder).as_posix()
         if local_path.is_dir():
             excluded.append(f"{repo_path}/")
-        elif _is_sent(local_path, repo_path, loaded | figures):
-            files_here[repo_path] = _content(local_path, repo_path)
-        else:
+        elif not _is_sent(local_path, repo_path, loaded | figures):
             excluded.append(repo_path)
+        elif _is_notice(repo_path):
+            files_here[repo_path] = read_notice(local_path)
+        elif local_path.suffix == ".safetensors":
+            files_here[repo_path] = local_path
+        else:
+            files_here[repo_path] = local_path.read_bytes()
     files = dict(sorted({**files_here, **replaced}.items()))
     sizes = {}
     for repo_path, content in files.items():
@@ -146,15 +150,6 @@ def _is_sent(local_path: Path, repo_path: str, needed: set[str]) -> bool:
         return True
     is_optional = local_path.suffix in (".safetensors", ".png") or repo_path == INDEX
     return repo_path in needed or not is_optional
-
-
-def _content(local_path: Path, repo_path: str) -> bytes | Path:
-    """Reads a file to send. For weights it returns the file itself."""
-    if _is_notice(repo_path):
-        return read_notice(local_path)
-    if local_path.suffix == ".safetensors":
-        return local_path
-    return local_path.read_bytes()
 
 
 def _is_notice(repo_path: str) -> bool:
