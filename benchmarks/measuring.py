@@ -122,7 +122,7 @@ def in_process(function: Callable[..., Value], *arguments, seconds: float | None
     Args:
         function: The function.
         arguments: Its arguments.
-        seconds: When the process is ended; by default never.
+        seconds: When the process is ended. By default it is not.
 
     Raises:
         RuntimeError: It fails or does not end. The message is a sentence.

@@ -139,7 +139,7 @@ def run_commands(
         gpus: The number of GPUs.
 
     Raises:
-        ValueError: A command failed; those before it stay done.
+        ValueError: A command failed. Those before it stay done.
     """
     write_own_data(plan, run, work)
     folder = work / run.key

@@ -99,7 +99,7 @@ def row_flops(
 
     Args:
         trainer: The trainer of a dry run. Its model, options and processor are read.
-        text: The tokens of a row besides those of its images.
+        text: The tokens of a row's text.
         images: The images of a row.
         scored: How many positions have logits. By default all have, as on a GPU.
     """

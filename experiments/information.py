@@ -70,7 +70,7 @@ def entropies(questions: Sequence[Question]) -> list[float]:
 def other_images(questions: Sequence[Question]) -> list[Question]:
     """Returns each question with the image of the next one with another answer.
 
-    The next one with the same wording is taken; if there is none, the next one of the same kind.
+    The next one with the same wording is taken. If there is none, it is one of the same kind.
     """
     changed_questions = []
     for number, question in enumerate(questions):

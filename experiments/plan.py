@@ -30,7 +30,7 @@ class Variant:
             enter at the start with this norm, in N_text. None leaves them as they are.
         gradient: For the other arms only. The factor on the gradient at the normalised tokens,
             besides the arm's own.
-        stage1, stage2: Options of `normalign train` that override the plan's; None removes one of
+        stage1, stage2: Options of `normalign train` that override the plan's. None removes one of
             the recipe's.
     """
 
@@ -84,26 +84,26 @@ class Plan:
         variant: What all variants have in common.
         groups: By name, in the order of the runs: a `question`, `seeds`, and `variants` by name. A
             group may have a `language` and options for `stage1` and `stage2` of its own; `paper`,
-            the name of its model in the paper's table 4; and `shape`, the name of its parts' shape
+            the name of its model in the paper's table 4, and `shape`, the name of its parts' shape
             in benchmarks/shapes.py, so that `cost` need not ask the Hub.
         tasks: What the models are evaluated on.
         commands: Whether a run is made by the package's commands, each a process of its own, on all
-            GPUs; its report is of the scores. Otherwise visual information is measured while
+            GPUs. Its report has the scores. Otherwise visual information is measured while
             training, and reported.
         optional: Variants that are made only if they are named.
         accelerate: `--accelerate_config` of `stage1` and `stage2`, for a run by commands on several
             GPUs.
         evaluate, diagnose: Options of these two commands.
         rows: What `cost` must know of the data of `stage1` and `stage2`: how many `rows` an epoch
-            has; `images` in each (1), and tokens of `text` beside theirs; the tokens of the
-            `longest` row; and, on a CPU, how many are `scored`.
+            has, `images` in each (1), tokens of `text` beside theirs, the tokens of the `longest`
+            row, and, on a CPU, how many tokens are `scored`.
         downloads: Gigabytes of what is downloaded, by name.
         decisions: Differences of I that are tested together, by name: `GROUP/VARIANT`s, by turns
             plus and minus.
-        differences: Others that are shown.
+        differences: Other differences that are shown.
         bf16: Whether they multiply in bfloat16; None if the machine decides.
-        vision, language: Folder of each part, or Hub id if runs are made by commands; None for the
-            quickstart's.
+        vision, language: Folder of each part, or Hub id if runs are made by commands. None stands
+            for the quickstart's.
         diagnosed: Held-out images of the diagnosis.
         feature_layer: The encoder's hidden state that the projector reads.
     """

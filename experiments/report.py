@@ -153,8 +153,8 @@ def difference(
         terms: The `GROUP/VARIANT` of each value.
 
     Returns:
-        The sum for each seed that all have, `(seeds,)`; its 95 % t interval; and its p value. Both
-        are None with one seed, and if the sum is the same with all seeds.
+        The sum for each seed that all have, `(seeds,)`, its 95 % t interval, and its p value. The
+        last two are None with one seed, and if the sum is the same with all seeds.
 
     Raises:
         ValueError: Two of them were trained on other data with the same seed.

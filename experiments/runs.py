@@ -329,8 +329,9 @@ def measure_tokens(checkpoint: Path, sample_count: int) -> dict[str, Any]:
     """Measures norms on entry to the decoder, and rotations, on held-out images.
 
     Returns:
-        `n_text`; `norm` and `text_norm` on entry; `asymmetry`, the mean rotation of visual tokens
-        over text in all layers but the last; `rotation` of each layer by kind, in radians.
+        `n_text`, then `norm` and `text_norm` on entry. `asymmetry` is the mean rotation of visual
+        tokens over text in all layers but the last. `rotation` is of each layer, by kind, in
+        radians.
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)

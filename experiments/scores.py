@@ -69,8 +69,8 @@ class Line(NamedTuple):
         score: The arm's score, the mean over seeds.
         reference: The score of arm none, the mean over seeds.
         paper: The paper's difference, if it has one.
-        over_questions: The interval over questions; None if it is not known.
-        over_seeds: The interval over seeds; None if it is not known.
+        over_questions: The interval over questions, or None if it is not known.
+        over_seeds: The interval over seeds, or None if it is not known.
         unknown: Why nothing can be said, although there are several seeds.
     """
 
@@ -388,7 +388,7 @@ def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
 
 
 def _paper_row(model: str | None, arm: str) -> dict[str, float]:
-    """Returns the paper's scores of an arm, by column; empty if it has none."""
+    """Returns the paper's scores of an arm, by column. Empty if it has none."""
     table = paper_tables()["table_4"]
     for table_row in table["rows"]:
         if (table_row["model"], table_row["arm"]) == (model, IN_PAPER.get(arm)):
