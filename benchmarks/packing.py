@@ -38,6 +38,7 @@ KINDS = {
 PATCHES = 576
 TOKENS_PER_IMAGE = 64
 """Tokens of an image in LLaVA-1.5, and here. Text is shortened as much as images are."""
+MAX_LENGTH = 2048  # tokens of a packed pass, as in the recipes
 
 
 def mixture_lengths(rows: int) -> list[tuple[int, int]]:
@@ -92,6 +93,8 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         settings["train_sampling_strategy"] = "group_by_length"
     if variant in (TRL, TRL_GROUPED):
         return stock_trainer(folder, settings)
+    if variant == PACKED:
+        settings["max_length"] = MAX_LENGTH
     return our_trainer(folder, settings, packing=variant == PACKED)
 
 

@@ -182,13 +182,12 @@ def trainer_settings(options: argparse.Namespace, output: Path, steps: int) -> d
     }
 
 
-def our_trainer(folder: Path, settings: dict[str, Any], cls: type | None = None, **own: Any):
+def our_trainer(folder: Path, settings: dict[str, Any], **own: Any):
     """Returns our trainer with adapters.
 
     Args:
         folder: The folder of the checkpoint and the rows.
         settings: The options of both trainers.
-        cls: The class of the trainer. By default it is `NormAlignTrainer`.
         own: Options of our trainer only.
     """
     from peft import LoraConfig
@@ -202,7 +201,7 @@ def our_trainer(folder: Path, settings: dict[str, Any], cls: type | None = None,
         model_init_kwargs={"dtype": "float32"},
         vision_learning_rate=0.0,
     )
-    trainer = (cls or NormAlignTrainer)(
+    trainer = NormAlignTrainer(
         str(folder / "checkpoint"),
         config,
         train_dataset=prepared_rows(folder),
@@ -255,25 +254,16 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         options: The options of the script.
         steps: How many steps are measured.
     """
-    from trl import SFTTrainer
-
-    from normalign_llava import NormAlignTrainer
-
-    class AllScoredTrainer(NormAlignTrainer):
-        """Ours with TRL's loss on a CPU, too."""
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-
     settings = trainer_settings(options, folder / "runs" / variant, steps)
     settings["per_device_train_batch_size"] = options.batch
     settings["logging_steps"] = LOGGING_STEPS
     settings["train_sampling_strategy"] = "sequential"
     if variant == STOCK:
         return stock_trainer(folder, settings)
+    trainer = our_trainer(folder, settings)
     if variant == ALL_SCORED:
-        return our_trainer(folder, settings, AllScoredTrainer)
-    return our_trainer(folder, settings)
+        trainer.model.get_base_model().only_answers = False  # as on a GPU
+    return trainer
 
 
 def train(

@@ -345,4 +345,4 @@ def test_a_repository_is_read_as_it_is(prepared, hub):
     assert none == ["main", None, False, None, {}, []]
     assert other[1:4] == [second.commit, False, None]
     assert "front matter of README.md" in lines[4]
-    assert "There is no token to publish with" in lines[-1]
+    assert "A token is needed to publish" in lines[-1]
