@@ -51,6 +51,11 @@ def main(version: Annotated[bool, Option("--version", help="Show the version.")]
 
 
 def _parse_layers(text: str) -> int | list[int]:
+    """Returns the numbers of some layers, or one number if there is only one.
+
+    Raises:
+        ValueError: The text is not a list of whole numbers, separated by commas.
+    """
     layers = [int(part) for part in text.split(",")]
     return layers[0] if len(layers) == 1 else layers
 
