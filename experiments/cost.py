@@ -305,10 +305,12 @@ def dry_run_trainer(
     dry_options["model_name_or_path"] = folder / "checkpoint"
     dry_options["dataset_name"] = folder / "data"
     dry_options["output_dir"] = folder / "run"
-    _, training_args, _ = parse_options(option_words(dry_options))
-    if training_args.max_steps <= 0:
-        rows = training_args.num_train_epochs * data["rows"]
-        dry_options["max_steps"] = math.ceil(rows / training_args.global_batch_size)
+    trainer, _ = make_trainer(*parse_options(option_words(dry_options)))
+    training_args = trainer.args  # with the defaults of the stage
+    if training_args.max_steps > 0:
+        return trainer
+    rows = training_args.num_train_epochs * data["rows"]
+    dry_options["max_steps"] = math.ceil(rows / training_args.global_batch_size)
     trainer, _ = make_trainer(*parse_options(option_words(dry_options)))
     return trainer
 
