@@ -11,7 +11,7 @@ from safetensors import safe_open
 from ..checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from ..checkpoint.untrusted import check_files, check_weights, json_object, loading
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..diagnose.report import REPORT, SCHEMA_VERSION, report_json
+from ..diagnose.report import REPORT, SCHEMA_VERSION
 
 
 DIAGNOSTICS = "diagnostics"
@@ -30,18 +30,23 @@ def notices(folder: Path) -> list[str]:
     return sorted(notice_paths)
 
 
-def public_report(text: str) -> tuple[bytes, list[str]]:
-    """Removes questions, images, attention maps and drawings of samples from a report.
+def read_public_report(folder: Path) -> dict[str, Any]:
+    """Reads the report of a checkpoint's diagnosis, without what belongs to single samples.
 
-    Args:
-        text: The content of `report.json`.
+    Questions, images, attention maps and drawings of samples are removed.
 
     Returns:
-        The content without them, and the names of the figures that it still has.
+        The content of `report.json`. It is empty if there is none.
+
+    Raises:
+        ValueError: It is not valid, or has another schema.
     """
+    report_file = folder / DIAGNOSTICS / REPORT
+    if not report_file.is_file():
+        return {}
     report_path = f"{DIAGNOSTICS}/{REPORT}"
     with loading(report_path, remedy="Diagnose again, or remove it."):
-        content = json_object(text.encode(), report_path)
+        content = json_object(report_file.read_bytes(), report_path)
         schema_version = content["schema_version"]
         if schema_version != SCHEMA_VERSION:
             raise ValueError(
@@ -57,7 +62,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
                 kept_figures.append(figure)
         content["figures"] = kept_figures
         content["provenance"].pop("first question", None)
-    return report_json(content).encode(), [figure["file"] for figure in kept_figures]
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
