@@ -27,7 +27,7 @@ from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, u
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import Printed
+from ..console import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
 from .generation import copied_generation, flags_of, in_words

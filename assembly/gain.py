@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTra
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.untrusted import check_weights, loading
 from ..configuration_normalign_llava import embedding_scales
-from ..errors import Printed
+from ..console import Printed
 from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm, rows_of_token
 
 

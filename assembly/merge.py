@@ -33,7 +33,7 @@ from ..checkpoint.weights import (
     size_of,
     unchanged_files,
 )
-from ..errors import Printed
+from ..console import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import Adapter, open_adapter, read_peft_config
 from .base_tensors import BaseTensors

@@ -106,7 +106,7 @@ def in_process(function: Callable[..., Value], *arguments, seconds: float | None
 
 
 def _send(pipe, function: Callable[..., object], arguments: tuple) -> None:
-    from normalign_llava.errors import device_error
+    from normalign_llava.devices import device_error
 
     multiprocessing.set_start_method("fork", force=True)  # of a loader's workers, as by default
     try:

@@ -30,7 +30,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import install
+from ..extras import how_to_install
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
 from .prompts import fix_date, stop_as_trained
@@ -107,8 +107,8 @@ class Checkpoint:
             text = str(error).lower()  # in several wordings
             for package in ("torchvision", "num2words"):
                 if package in text and find_spec(package) is None:
-                    problem = f"The {kind} of {self.name} needs {package}, which is not installed"
-                    raise ImportError(f"{problem}. {install('vision')}.") from error
+                    problem = f"The {kind} of {self.name} needs {package}, but it is not installed"
+                    raise ImportError(f"{problem}. {how_to_install('vision')}.") from error
             raise
         if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")

@@ -16,12 +16,12 @@ from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from ..console import printable
 from ..data.rows.forms import columns as columns_of, image_name, known_row, unread_image
 from ..data.rows.images import decode_image
 from ..data.rows.turns import Row
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
-from ..errors import printable
 from ..fetched.easy_vqa import held_out
 
 

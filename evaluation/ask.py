@@ -11,9 +11,10 @@ from typing import Any, Unpack
 from rich.progress import Progress
 from transformers import PreTrainedModel, ProcessorMixin
 
+from ..console import Console, escaped
 from ..data.rows.images import decode_image
 from ..diagnose.load import ModelHandle, resolve_model
-from ..errors import Console, escaped, writing_to
+from ..errors import writing_to
 from .answering import (
     AnswerStream,
     Message,

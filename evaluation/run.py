@@ -17,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.files import finished_folder, only_writer
+from ..console import Console, Printed
+from ..devices import device_error
 from ..diagnose.load import ModelHandle, resolve_model
-from ..errors import Console, NotWritable, Printed, device_error
+from ..errors import NotWritable
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
 from .options import EvaluateKeywords, EvaluateOptions, ModelOptions
 from .own_data import OWN_TASK, own_task

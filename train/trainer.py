@@ -35,10 +35,10 @@ from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import Checkpoint, read_record
+from ..console import Console, Printed
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
-from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.finite import FiniteCheck
 from .callbacks.loss_curve import LossCurve

@@ -375,7 +375,7 @@ def test_a_processor_that_needs_a_package_names_it(opened, kind):
         def from_pretrained(cls, name, **options):
             raise kind("Package `Num2Words` is required")
 
-    with pytest.raises(ImportError, match="needs num2words, which is not installed"):
+    with pytest.raises(ImportError, match="needs num2words, but it is not installed"):
         opened.preprocessor(Needs)
 
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_none, only_writer
-from ...errors import Console, write_failure
+from ...console import Console
+from ...errors import write_failure
 from ..command import OFF
 
 
