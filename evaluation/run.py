@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint.files import finished_folder, only_writer
+from ..checkpoint.files import finished_folder, lock_folder
 from ..console import Console, Printed
 from ..devices import device_error
 from ..diagnose.load import ModelHandle, resolve_model
@@ -188,7 +188,7 @@ def evaluate(
     key = _result_key(handle, options, include_path, limit)
     if output is None:
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
-    with only_writer(output):
+    with lock_folder(output):
         (output / EVALUATION).mkdir(exist_ok=True)
     results = _reusable_results(output, chosen, manager, key)
     console = Console(stderr=True)

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, only_writer
+from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, lock_folder
 from ...checkpoint.untrusted import loading
 from ...diagnose.report import paper_ratios
 from .edits import FrontMatter, author_edits, front_matter
@@ -149,7 +149,7 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
     check_folder(checkpoint)
     if repo_id is not None:
         check_repo_id(repo_id)
-    with only_writer(checkpoint):
+    with lock_folder(checkpoint):
         if not replace:
             check_replaceable(card_in(checkpoint), str(checkpoint))
         card = render_card(checkpoint, repo_id=repo_id)

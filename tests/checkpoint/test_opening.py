@@ -440,5 +440,5 @@ def test_another_configuration_is_used_in_place_of_its_own(opened):
 
 
 def test_a_checkpoint_that_is_not_there_has_the_remedy_that_is_given():
-    with pytest.raises(ValueError, match=r"none is no file or folder here\. Look again"):
+    with pytest.raises(ValueError, match=r"none does not exist here\. Look again"):
         open_checkpoint("none", remedy="Look again.")
