@@ -20,7 +20,7 @@ from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, c
 from ..checkpoint.opening import Checkpoint, open_checkpoint, read_record
 from ..checkpoint.precision import NF4, dtype_to_load
 from ..checkpoint.prompts import stop_as_trained
-from ..checkpoint.untrusted import check_files, json_object, loading
+from ..checkpoint.untrusted import check_files, json_object, refuse_unreadable
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..extras import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -79,7 +79,7 @@ class Adapter:
         Raises:
             ValueError: If the file has two values for one of them.
         """
-        with loading(f"The adapter {self.folder}"):
+        with refuse_unreadable(f"The adapter {self.folder}"):
             adapted = put_on_meta(on_meta(self.config), self.peft_config)
             tensors = load_file(self.folder / ADAPTER_WEIGHTS)
             all_places = _places_of_saved(adapted, tensors)
@@ -108,7 +108,7 @@ class Adapter:
         for processor in self.processors:
             stop_as_trained(model, processor)
         device = str(model.device)
-        with loading(f"The adapter {self.folder}"):
+        with refuse_unreadable(f"The adapter {self.folder}"):
             adapted = PeftModel.from_pretrained(model, self.folder, torch_device=device)
         return adapted.eval()
 
@@ -117,7 +117,7 @@ def read_peft_config(adapter: Path) -> LoraConfig:
     """Reads the configuration of a LoRA adapter; raises ValueError if it is another adapter."""
     check_adapter(adapter)
     check_files(adapter)
-    with loading(f"The configuration of the adapter {adapter}"):
+    with refuse_unreadable(f"The configuration of the adapter {adapter}"):
         peft_config = PeftConfig.from_pretrained(adapter)
     kind = peft_config.peft_type
     if kind != PeftType.LORA:
@@ -218,12 +218,12 @@ def _check_tensors(
     adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str
 ) -> None:
     """Raises ValueError if names or shapes do not fit the base; PEFT only warns, or ignores it."""
-    with loading(f"The model {base}"):
+    with refuse_unreadable(f"The model {base}"):
         model = on_meta(config)
-    with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
+    with refuse_unreadable(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
     weights_path = adapter / ADAPTER_WEIGHTS
-    with loading(f"{weights_path}"), safe_open(weights_path, "pt") as file:
+    with refuse_unreadable(f"{weights_path}"), safe_open(weights_path, "pt") as file:
         stored_shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     tensors = adapted.state_dict()
     expected_shapes = {}

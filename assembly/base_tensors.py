@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import torch_dtype
-from ..checkpoint.untrusted import AGAIN, check_weights
+from ..checkpoint.untrusted import AGAIN, fetch_checked_weights
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import IN_PRECISION, Adapter, on_meta
 
@@ -97,7 +97,7 @@ def _find_tensors(
     """Opens the base's files; returns their tensors by their names in the model."""
     stored_tensors = {}
     renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
-    for weights_path in check_weights(base.name, base.revision):
+    for weights_path in fetch_checked_weights(base.name, base.revision):
         weights_file = safe_open(weights_path, "pt")
         for stored_name in weights_file.keys():  # noqa: SIM118
             model_name = stored_name

@@ -24,7 +24,7 @@ from ..checkpoint.notices import notices_of_part, place_of, write_notices
 from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
 from ..checkpoint.precision import torch_dtype
 from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
-from ..checkpoint.untrusted import loading
+from ..checkpoint.untrusted import refuse_unreadable
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..console import Printed
@@ -173,7 +173,7 @@ def build_checkpoint(
         tokenizer = language_part.preprocessor(AutoTokenizer)
         has_marks = set_chat_template(tokenizer, options.chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
-        with loading(f"The image processor of {vision}"):
+        with refuse_unreadable(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, options.select_strategy)
             tokens_per_image = check_processor(processor)
         language_model = load_language_model(language_part, dtype)

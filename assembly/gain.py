@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.untrusted import check_weights, loading
+from ..checkpoint.untrusted import fetch_checked_weights, refuse_unreadable
 from ..configuration_normalign_llava import embedding_scales
 from ..console import Printed
 from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm, rows_of_token
@@ -92,12 +92,14 @@ def embedding_statistics(
             or if that is quantized, has NaN or infinite values, or has no row that counts.
     """
     opened = open_checkpoint(model, revision)
-    (weights_file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
+    (weights_file,) = fetch_checked_weights(
+        opened.name, opened.revision, partial(_embedding_name, model)
+    )
     tokenizer = None
     with suppress(Exception):  # only the texts of tokens depend on it
         tokenizer = opened.preprocessor(AutoTokenizer)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
-    with loading(str(weights_file)), safe_open(weights_file, "pt") as tensors:
+    with refuse_unreadable(str(weights_file)), safe_open(weights_file, "pt") as tensors:
         tensor_name = _embedding_name(model, tensors.keys())
         weight = tensors.get_tensor(tensor_name)  # mapped, not read yet
         row_norms = embedding_row_norms(weight)

@@ -25,7 +25,7 @@ from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import quantization_name, torch_dtype
 from ..checkpoint.prompts import stop_as_trained
-from ..checkpoint.untrusted import files_of, loading
+from ..checkpoint.untrusted import fetch_files, refuse_unreadable
 from ..checkpoint.weights import (
     check_space,
     index_folder,
@@ -152,7 +152,7 @@ def _files_to_link(
 def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
     """Gives a model its base's generation configuration, and the ends of answers in training."""
     base = adapter.base
-    with suppress(OSError), loading(f"The generation configuration of {base.name}"):
+    with suppress(OSError), refuse_unreadable(f"The generation configuration of {base.name}"):
         generation = GenerationConfig.from_pretrained(base.name, revision=base.revision)
         model.generation_config = generation
     for processor in adapter.processors:
@@ -176,7 +176,7 @@ def _copy_records(adapter: Adapter, folder: Path) -> None:
                 continue
             shutil.copyfile(adapter_file, folder / file_name)
         elif file_name != DYNAMICS:  # the base's dynamics belong to its own run
-            for base_file in files_of(adapter.base.name, [file_name], adapter.base.revision):
+            for base_file in fetch_files(adapter.base.name, [file_name], adapter.base.revision):
                 shutil.copyfile(base_file, folder / file_name)
 
 

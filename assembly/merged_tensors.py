@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 
-from ..checkpoint.untrusted import loading
+from ..checkpoint.untrusted import refuse_unreadable
 from ..checkpoint.weights import (
     module_of_file,
     stored_tensors,
@@ -178,7 +178,7 @@ class MergedTensors:
         return self._base[name]
 
     def _merge(self, path: str) -> MergedLayer:
-        with loading(f"The adapter {self._folder}"):
+        with refuse_unreadable(f"The adapter {self._folder}"):
             layer = MergedLayer(path, self._wrapped[path], self._trained_tensor)
         if not layer.error <= 1e-3:  # or it is NaN
             fault = f"Merging changed outputs of {path} by {layer.error:.3g} of the largest"
@@ -323,7 +323,7 @@ def check_settings(adapter: Path, config: LoraConfig) -> None:
 def check_layers(adapter: Adapter) -> None:
     """Raises ValueError if PEFT cannot merge a layer. It is tried on meta."""
     remedy = "Use it with PEFT, or train one that PEFT can merge."
-    with loading(f"The adapter {adapter.folder}", remedy=remedy):
+    with refuse_unreadable(f"The adapter {adapter.folder}", remedy=remedy):
         adapted = put_on_meta(on_meta(adapter.config), adapter.peft_config)
         adapted.merge_and_unload()
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .files import atomic_write
 from .opening import FAILURES
-from .untrusted import files_of
+from .untrusted import fetch_files
 
 
 logger = logging.get_logger(__name__)
@@ -113,7 +113,7 @@ def _contents(name: str, paths: list[str], revision: str | None) -> dict[str, by
     """Returns the contents of those files that exist and are small."""
     contents = {}
     for path in paths:
-        for file in files_of(name, [path], revision):
+        for file in fetch_files(name, [path], revision):
             if file.stat().st_size <= LARGEST_NOTICE:
                 contents[path] = file.read_bytes()
     return contents

@@ -34,7 +34,7 @@ from ..extras import how_to_install
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
 from .prompts import fix_date, stop_as_trained
-from .untrusted import AGAIN, check_files, check_weights, files_of, loading
+from .untrusted import AGAIN, check_files, fetch_checked_weights, fetch_files, refuse_unreadable
 
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,7 @@ class Checkpoint:
         return self.read_config(AutoConfig)
 
     def read_config(self, cls: Any) -> Any:
-        with loading(f"The configuration of {self.name}"):
+        with refuse_unreadable(f"The configuration of {self.name}"):
             return cls.from_pretrained(self.name, **self._read_at)
 
     @property
@@ -80,7 +80,7 @@ class Checkpoint:
     def processor(self) -> LlavaProcessor:
         """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date."""
         processor = self.preprocessor(AutoProcessor)
-        with loading(f"The processor of {self.name}"):
+        with refuse_unreadable(f"The processor of {self.name}"):
             if self.stored:
                 self.check_image_token(processor)
             check_processor(processor)
@@ -101,7 +101,7 @@ class Checkpoint:
         kind = kinds_by_class.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
-            with loading(f"The {kind} of {self.name}", remedy=remedy):
+            with refuse_unreadable(f"The {kind} of {self.name}", remedy=remedy):
                 preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
             text = str(error).lower()  # in several wordings
@@ -117,7 +117,7 @@ class Checkpoint:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of its files of weights, which are fetched and checked once."""
-        files = check_weights(self.name, self.revision)
+        files = fetch_checked_weights(self.name, self.revision)
         return sum(file.stat().st_size for file in files)
 
     def load(
@@ -150,7 +150,7 @@ class Checkpoint:
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
-            with loading(f"The model {self.name}"):
+            with refuse_unreadable(f"The model {self.name}"):
                 model, loading_info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
@@ -181,7 +181,7 @@ class Checkpoint:
         options = {}
         if self.trust_remote_code:
             options["trust_remote_code"] = True
-        with loading(f"The configuration of {self.name}"), torch.device("meta"):
+        with refuse_unreadable(f"The configuration of {self.name}"), torch.device("meta"):
             model_config = copy.deepcopy(config or self.config)
             if type(model_config) is getattr(cls, "config_class", None):
                 return cls._from_config(model_config, **options)
@@ -285,7 +285,7 @@ def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict
     """Returns the JSON object in a file of a checkpoint folder or Hub repository, or None."""
     files: list[Path] = []
     with suppress(*FAILURES):
-        files = files_of(checkpoint, [name], revision)
+        files = fetch_files(checkpoint, [name], revision)
     for file in files:
         content = json_or_none(file)
         if isinstance(content, dict):

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import INDEX, WEIGHTS, atomic_write, write_json
-from .untrusted import files_of
+from .untrusted import fetch_files
 
 
 SHARD_BYTES = 5 * 10**9  # most bytes of one file, unless one tensor has more
@@ -217,7 +217,7 @@ def unchanged_files(
 
 def index_folder(name: str, revision: str | None) -> list[Path]:
     """Returns the folder of a checkpoint's index, or nothing if its weights are in one file."""
-    return [index.parent for index in files_of(name, [INDEX], revision)]
+    return [index.parent for index in fetch_files(name, [INDEX], revision)]
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, __version__
-from normalign_llava.checkpoint.untrusted import loading
+from normalign_llava.checkpoint.untrusted import refuse_unreadable
 from normalign_llava.cli import app
 from normalign_llava.errors import exit_on_error
 from normalign_llava.extras import how_to_install
@@ -232,7 +232,7 @@ def out_of_memory(folder):
 def test_a_gpu_s_error_is_told_as_such_not_as_a_checkpoint_s(capsys, checkpoint, function, words):
     if "CUDA" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(typer.Exit), exit_on_error(full="Less!"), loading("The model X"):
+    with pytest.raises(typer.Exit), exit_on_error(full="Less!"), refuse_unreadable("The model X"):
         function(checkpoint)
     line = capsys.readouterr().err.splitlines()[-1]  # after a bar
     assert re.match(f"Error: {words}", line), line

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ...checkpoint.files import CARD
-from ...checkpoint.untrusted import loading
+from ...checkpoint.untrusted import refuse_unreadable
 from .facts import LLAVA, Facts, Part
 
 
@@ -143,7 +143,7 @@ def card_in(folder: Path) -> str | None:
     file = folder / CARD
     if not file.is_file():
         return None
-    with loading(str(file), remedy="Save it as UTF-8."):
+    with refuse_unreadable(str(file), remedy="Save it as UTF-8."):
         return file.read_bytes().decode("utf-8-sig")
 
 
@@ -158,7 +158,7 @@ def added(card: str) -> dict[str, Any]:
     mark = _OURS.search(card)
     if mark:
         derived = mark[1].split(", ")
-    with loading("The front matter of README.md", remedy="Fix it."):
+    with refuse_unreadable("The front matter of README.md", remedy="Fix it."):
         content = ModelCard(card).data.to_dict()
     return {field: value for field, value in content.items() if field not in derived}
 

@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, lock_folder
-from ...checkpoint.untrusted import loading
+from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import paper_ratios
 from .edits import FrontMatter, author_edits, front_matter
 from .facts import Facts, Part
@@ -47,7 +47,9 @@ def render_card(
         ValueError: A record in the folder, or the author's part of a card, is not valid.
     """
     remedy = "Fix or remove training.json, build.json, or what is in diagnostics/ and evaluation/."
-    with loading(f"What {checkpoint} records of itself", remedy=remedy):  # fields of any type
+    with refuse_unreadable(
+        f"What {checkpoint} records of itself", remedy=remedy
+    ):  # fields of any type
         facts = Facts(checkpoint)
         edits = author_edits(card_in(checkpoint), hub_card, repo_id)
         if base is None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from ...assembly.adapter import on_meta, put_on_meta
-from ...checkpoint.untrusted import loading
+from ...checkpoint.untrusted import refuse_unreadable
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..command import names_in
 from .adapter_effect import check_effect, linear_layers
@@ -78,7 +78,9 @@ def language_adapter(
         limited.target_modules = set(targets or linear_layers(model))
     excluded = _excluded_patterns(config)
     limited.exclude_modules = "|".join([ELSEWHERE, *excluded.values()])
-    with loading("The adapter of peft_config", remedy="Give one that PEFT can apply and merge."):
+    with refuse_unreadable(
+        "The adapter of peft_config", remedy="Give one that PEFT can apply and merge."
+    ):
         limited.modules_to_save = _modules_to_save(config, model, learning_rates) or None
         check_effect(limited, model, targets, excluded)
         put_on_meta(model, limited).merge_and_unload()
