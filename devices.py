@@ -11,7 +11,7 @@ _KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:trit
 
 
 def device_error(error: BaseException, remedy: str = MORE) -> str | None:
-    """Returns a sentence about full memory, failed kernels or a failed GPU; None for other errors.
+    """Returns a sentence about full memory, failed kernels or a failed GPU, or None.
 
     Args:
         error: The error, with its traceback.

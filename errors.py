@@ -61,7 +61,7 @@ def exit_on_error(extra: str = "", stopped: str = "", full: str = MORE) -> Itera
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust crashed, such as tokenizers. Such an error is no `Exception`."""
+    """Whether a library in Rust crashed, such as tokenizers. This is not an `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -92,7 +92,7 @@ def _print_error(error: BaseException, message: str) -> None:
 
 
 def _fails_first() -> bool:
-    """Leaves a file for the other processes; returns whether none has failed on this machine yet.
+    """Returns whether this process is the first to fail on this machine, and writes that down.
 
     Without torch's launcher, each process counts as the first.
     """

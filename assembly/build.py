@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
-from ..checkpoint.notices import notices_of_part, place_of, write_notices
-from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
+from ..checkpoint.notices import fetch_part_notices, place_of, write_notices
+from ..checkpoint.opening import Checkpoint, check_processor, fetch_licence, open_checkpoint
 from ..checkpoint.precision import torch_dtype
 from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
 from ..checkpoint.untrusted import refuse_unreadable
@@ -58,7 +58,7 @@ class BuildReport(Printed):
         gain: Start of the norm's gain; None without a norm.
         generation_marks: Whether the chat template marks the assistant's turns for training.
         vision_revision, language_revision: Commits of parts from the Hub; None for folders.
-        licenses: Licences of `"vision"` and `"language"`, see [`licence_of`].
+        licenses: Licences of `"vision"` and `"language"`, see [`fetch_licence`].
         from_llava: Whether the norm was added to a LLaVA checkpoint, so both parts are this one.
         prompt_date: The date in prompts if the chat template asks for today's; None otherwise.
         generation: What `generation_config.json` says, see [`copied_generation`].
@@ -333,8 +333,8 @@ def _report(
         vision_revision=vision.revision,
         language_revision=language.revision,
         licenses={
-            "vision": licence_of(vision.name, vision.revision),
-            "language": licence_of(language.name, language.revision),
+            "vision": fetch_licence(vision.name, vision.revision),
+            "language": fetch_licence(language.name, language.revision),
         },
         from_llava=vision is language,
         prompt_date=PROMPT_DATE.isoformat() if fixes_the_date(template) else None,
@@ -348,7 +348,9 @@ def _notices(built: _Built) -> dict[str, bytes]:
     """Returns licence texts and notices of both parts, by their paths in the checkpoint."""
     notices = {}
     for part_name, checkpoint in (("vision", built.vision), ("language", built.language)):
-        for notice_path, content in notices_of_part(checkpoint.name, checkpoint.revision).items():
+        for notice_path, content in fetch_part_notices(
+            checkpoint.name, checkpoint.revision
+        ).items():
             notices[place_of(part_name, notice_path)] = content
     return notices
 

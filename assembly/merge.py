@@ -21,7 +21,7 @@ from ..checkpoint.files import (
     finished_folder,
     json_or_none,
 )
-from ..checkpoint.notices import checkpoint_notices, write_notices
+from ..checkpoint.notices import fetch_notices, write_notices
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import quantization_name, torch_dtype
 from ..checkpoint.prompts import stop_as_trained
@@ -187,6 +187,6 @@ def _is_card_of_peft(card: Path) -> bool:
 
 def _copy_notices(adapter: Adapter, folder: Path) -> None:
     build_record = json_or_none(folder / BUILD_RECORD)
-    notices = checkpoint_notices(build_record, adapter.base.name, adapter.base.revision)
-    notices |= checkpoint_notices(build_record, str(adapter.folder))
+    notices = fetch_notices(build_record, adapter.base.name, adapter.base.revision)
+    notices |= fetch_notices(build_record, str(adapter.folder))
     write_notices(folder, notices)

@@ -21,45 +21,27 @@ from ..checkpoint.weights import (
     module_of_file,
     stored_tensors,
 )
-from .adapter import ADAPTER_WEIGHTS, Adapter, on_meta, put_on_meta
+from .adapter import ADAPTER_WEIGHTS, LORA_SETTINGS, Adapter, on_meta, put_on_meta
 from .base_tensors import BaseTensors
 from .merged_layer import MergedLayer, relative_change
 
 
-MERGED = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "use_dora",
-    "fan_in_fan_out",
+MERGED = LORA_SETTINGS | {
     "bias",
     "lora_bias",
     "rank_pattern",
     "alpha_pattern",
     "velora_config",
     "use_bdlora",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
     "layers_pattern",
     "target_parameters",
-    "modules_to_save",
-    "trainable_token_indices",
-    "ensure_weight_tying",
-    "init_lora_weights",
     "loftq_config",
     "eva_config",
     "corda_config",
     "lora_ga_config",
-    "task_type",
     "inference_mode",
     "auto_mapping",
     "peft_type",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "runtime_config",
     # PEFT derives these itself.
     "modules_to_tie",
     "target_modules_to_tie",
@@ -110,7 +92,7 @@ class MergedTensors:
         self.model = on_meta(adapter.config)
         embeddings_weight = self.model._tied_weights_keys[f"{_HEAD}.weight"]
         self._embeddings = embeddings_weight.removesuffix(".weight")
-        adapted, places = adapter.on_meta()
+        adapted, places = adapter.load_on_meta()
         self._wrapped = _wrapped_modules(adapted.get_base_model())
         self._check_wrapped()
         self._uses = _uses_of_file(places, adapted.state_dict(), self._wrapped)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds, checks and loads checkpoints, all their files at one commit; reads cards and records."""
+"""Finds, checks and loads checkpoints, with all files at one commit. Reads cards and records."""
 
 import copy
 import os
@@ -50,7 +50,7 @@ class Checkpoint:
 
     Attributes:
         name: The folder or Hub id.
-        revision: The commit at which its files are read; None for a folder.
+        revision: The commit to read its files at. None for a folder.
         stored: The content of its `config.json`.
         trust_remote_code: Whether code that comes with it may run.
     """
@@ -116,7 +116,10 @@ class Checkpoint:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of its files of weights, which are fetched and checked once."""
+        """The bytes of its files of weights. They are fetched and checked once.
+
+        Raises ValueError and OSError as [`fetch_checked_weights`] does.
+        """
         files = fetch_checked_weights(self.name, self.revision)
         return sum(file.stat().st_size for file in files)
 
@@ -128,22 +131,23 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Loads the model.
+        """Loads the model, after its files of weights were fetched and checked.
 
         Args:
             cls: The class whose `from_pretrained` is called.
-            dtype: The dtype of the weights; "auto" keeps the dtype in the files.
+            dtype: The dtype of the weights. "auto" keeps the dtype in the files.
             config: The configuration of a part, in place of the checkpoint's own.
             kwargs: Further arguments of `from_pretrained`.
 
         Raises:
             ValueError: The files are damaged, or tensors are missing.
+            OSError: The Hub cannot be reached.
         """
         stored_bytes = self.weight_bytes  # the files are checked, whatever follows
         # ZeRO-3 would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > 4 * stored_bytes + 2**24:  # those of 2 bits, and those of the norm
+            if parameters > 4 * stored_bytes + 2**24:  # 2 bits each, and the norm's
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
@@ -156,8 +160,8 @@ class Checkpoint:
             logging.set_verbosity(verbosity)
         self._check_tensors(cls.__name__, loading_info, is_part=config is not None)
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
-            # Checkpoints that were made before know only the language model's ends.
-            with suppress(OSError, ValueError):  # it has no processor, and whoever loads it has one
+            # Older checkpoints have only the language model's ends.
+            with suppress(OSError, ValueError):  # without a processor, its loader has one
                 stop_as_trained(model, self.processor)
         return model
 
@@ -168,19 +172,20 @@ class Checkpoint:
         """
         unexpected_names = _unless_optional(loading_info["unexpected_keys"])
         if unexpected_names and not is_part:
-            listed = f"{class_name}: {', '.join(unexpected_names[:10])}"
-            problem = f"{self.name} has {len(unexpected_names)} tensors"
-            logger.warning(f"{problem} that are not of {listed}.")
+            logger.warning(
+                f"{self.name} has {len(unexpected_names)} tensors that are not of {class_name}: "
+                f"{', '.join(unexpected_names[:10])}."
+            )
         missing_names = _unless_optional(loading_info["missing_keys"])
         if missing_names:
-            listed = f"{class_name}: {', '.join(missing_names[:10])}"
-            raise ValueError(f"{self.name} lacks {len(missing_names)} tensors of {listed}.")
+            raise ValueError(
+                f"{self.name} lacks {len(missing_names)} tensors of {class_name}: "
+                f"{', '.join(missing_names[:10])}."
+            )
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-        """Returns the model that [`load`] makes, on meta."""
-        options = {}
-        if self.trust_remote_code:
-            options["trust_remote_code"] = True
+        """Returns the model that [`load`] makes, on meta. Raises ValueError if that fails."""
+        options = {"trust_remote_code": True} if self.trust_remote_code else {}
         with refuse_unreadable(f"The configuration of {self.name}"), torch.device("meta"):
             model_config = copy.deepcopy(config or self.config)
             if type(model_config) is getattr(cls, "config_class", None):
@@ -197,20 +202,26 @@ def _unless_optional(names: Iterable[str]) -> list[str]:
 def open_checkpoint(
     name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> Checkpoint:
-    """Finds a checkpoint and checks its files but the weights. Loads nothing and runs no code."""
+    """Finds a checkpoint and checks its files but the weights. Loads nothing and runs no code.
+
+    Raises ValueError and OSError as [`find_checkpoint`] and [`check_files`] do.
+    """
     source, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(source, commit, check_files(source, commit))
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """Returns the number of image tokens for an image.
+    """Checks that prompt, processor and model agree on the image tokens for an image.
 
     Args:
         processor: The processor.
-        model: A model whose image features are counted, too.
+        model: A model whose image features are counted too.
+
+    Returns:
+        The number of image tokens.
 
     Raises:
-        ValueError: Prompt, processor and model do not agree on the number.
+        ValueError: The numbers differ.
     """
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
@@ -234,13 +245,13 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
 FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client and of cards
 
 
-def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
-    """Returns the licence in a model's card, or None if it names none.
+def fetch_licence(name: str, revision: str | None = None) -> dict[str, str | None] | None:
+    """Reads the licence in a model's card. Returns None if it names no licence.
 
     The keys are `license`, `license_name` and `license_link`, as in its metadata. Several licences
     become "other", with all of them in `license_name`. A relative link becomes absolute, or None.
     """
-    card, _ = _card(name, revision, "model")
+    card, _ = _read_card(name, revision, "model")
     licence = card.get("license")
     licence_name = card.get("license_name")
     if isinstance(licence, list) and len(licence) > 1:
@@ -264,11 +275,11 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
-    """Returns what the Hub has of a data set now.
+    """Fetches what the Hub has of a data set now.
 
     The keys are `id`, `revision` (the commit), and the `license` and `language` of its card.
     """
-    card, commit = _card(name, None, "dataset")
+    card, commit = _read_card(name, None, "dataset")
     if commit is None:
         with suppress(*FAILURES):
             commit = HfApi().dataset_info(name).sha
@@ -282,7 +293,7 @@ def hub_dataset(name: str) -> dict[str, Any]:
 
 
 def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the JSON object in a file of a checkpoint folder or Hub repository, or None."""
+    """Reads the JSON object in a file of a checkpoint. Returns None if there is not one."""
     files: list[Path] = []
     with suppress(*FAILURES):
         files = fetch_files(checkpoint, [name], revision)
@@ -293,8 +304,8 @@ def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict
     return None
 
 
-def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
-    """Returns the metadata of a card, and its commit if it is on the Hub."""
+def _read_card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
+    """Returns the metadata of a card, and its commit if it is on the Hub. It may be empty."""
     commit = None
     try:
         if kind == "model" and os.path.isdir(name):

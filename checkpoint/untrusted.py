@@ -232,7 +232,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
-    """Returns the object in a JSON file's content; raises ValueError if it holds anything else."""
+    """Parses the object in a JSON file's content. Raises ValueError if it holds anything else."""
     try:
         value = json.loads(content)
     except ValueError as error:

@@ -33,7 +33,7 @@ from normalign_llava.assembly.parts import (
     vision_config,
 )
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
-from normalign_llava.checkpoint.notices import checkpoint_notices
+from normalign_llava.checkpoint.notices import fetch_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.precision import torch_dtype
 from normalign_llava.diagnose.data import Sample, batches
@@ -349,10 +349,10 @@ def test_places_of_notices_are_not_believed(tmp_path):
         (tmp_path / name).write_bytes(b"private")
     named = ["notices/vision/LICENSE", "notices/vision/../../../LICENSE", "../LICENSE", "LICENSE"]
     named += [str(tmp_path / "LICENSE"), "notices/vision/code.py", "notices/language/LICENSE", 3]
-    found = checkpoint_notices({"notices": named}, str(model))
+    found = fetch_notices({"notices": named}, str(model))
     assert found == {"notices/vision/LICENSE": b"terms"}
-    assert checkpoint_notices({"notices": "LICENSE"}, str(model)) == {}
-    assert checkpoint_notices(None, str(model)) == {}
+    assert fetch_notices({"notices": "LICENSE"}, str(model)) == {}
+    assert fetch_notices(None, str(model)) == {}
 
 
 @pytest.mark.parametrize("arm, norm", [*((arm, "layer_norm") for arm in ARMS), ("gwc", "rms_norm")])

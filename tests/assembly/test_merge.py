@@ -277,7 +277,7 @@ def test_an_adapter_whose_start_changed_its_base_is_refused(adapter, tmp_path, s
     if not is_refused:
         assert open_adapter(folder).peft_config.init_lora_weights == start
         return
-    with pytest.raises(ValueError, match=f"init_lora_weights '{start}', which changes the base"):
+    with pytest.raises(ValueError, match=f"init_lora_weights '{start}'\. That changes the base"):
         read_peft_config(folder)
 
 
