@@ -236,23 +236,22 @@ def _behind_answers(
             if not has_generation_marks(template):
                 _, _, behind = text.rpartition(_ANSWER)
                 return behind.split()[:1]
-            return _behind_marked_answers(template, special_tokens, form)
+            texts = []
+            for marked_text in marked_texts(template, special_tokens, form):
+                _, answer, behind = marked_text.rpartition(_ANSWER)
+                if answer:
+                    texts.append(behind.strip())
+            return texts
     return []
 
 
-def _behind_marked_answers(
-    template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]]
+def marked_texts(
+    template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]], tools: Any = None
 ) -> list[str]:
-    """Returns the stripped texts behind answers, within the marks around what is generated."""
-    (text,), (spans,) = render_jinja_template(
-        [messages], chat_template=template, return_assistant_tokens_mask=True, **special_tokens
-    )
-    texts = []
-    for span_start, span_end in spans:
-        _, answer, behind = text[span_start:span_end].rpartition(_ANSWER)
-        if answer:
-            texts.append(behind.strip())
-    return texts
+    """Returns what a chat template marks as generated in a conversation, stripped."""
+    options = {"chat_template": template, "return_assistant_tokens_mask": True, **special_tokens}
+    (text,), (spans,) = render_jinja_template([messages], tools=tools, **options)
+    return [text[start:end].strip() for start, end in spans]
 
 
 def _last_added_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
