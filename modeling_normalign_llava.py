@@ -329,7 +329,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         """
         path = pretrained_model_name_or_path
         if "quantization_config" in kwargs:
-            kwargs["quantization_config"] = _of_decoder_layers(kwargs["quantization_config"])
+            kwargs["quantization_config"] = decoder_quantization(kwargs["quantization_config"])
         kwargs.setdefault("key_mapping", cls._llava_names)
         returns_report = kwargs.pop("output_loading_info", False)
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
@@ -404,8 +404,8 @@ def _is_of_norm(name: str) -> bool:
     return "projector.norm." in name
 
 
-def _of_decoder_layers(settings):
-    """Returns settings of a quantization, with bitsandbytes' limited to the decoder's layers."""
+def decoder_quantization(settings):
+    """Returns settings of a quantization. bitsandbytes' are limited to the decoder's layers."""
     if isinstance(settings, dict):
         settings = AutoQuantizationConfig.from_dict(settings)
     if isinstance(settings, BitsAndBytesConfig) and settings.llm_int8_skip_modules is None:

@@ -27,9 +27,6 @@ from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .processing import ARM_FIELDS, settle
 
 
-IN_PRECISION = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
-"""Modules that bitsandbytes does not quantize, unless `llm_int8_skip_modules` is set."""
-
 LORA_SETTINGS = {
     "r",
     "lora_alpha",

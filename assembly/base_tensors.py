@@ -14,8 +14,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import torch_dtype
 from ..checkpoint.untrusted import AGAIN, fetch_checked_weights
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import IN_PRECISION, Adapter, on_meta
+from ..modeling_normalign_llava import (
+    NormAlignLlavaForConditionalGeneration,
+    decoder_quantization,
+)
+from .adapter import Adapter, on_meta
 
 
 NORM = "model.multi_modal_projector.norm."
@@ -77,9 +80,9 @@ class BaseTensors:
             value = _quantize_and_dequantize(value, self._quantized_layers[name])
         return value
 
-    def has_as_stored(self, prefix: str) -> bool:
-        """Whether no tensor of this prefix was quantized. Its dtype may have been changed."""
-        return not any(name.startswith(prefix) for name in self._quantized_layers)
+    def has_quantized(self, prefix: str) -> bool:
+        """Whether training quantized a tensor with this prefix."""
+        return any(name.startswith(prefix) for name in self._quantized_layers)
 
 
 def _open_tensors(base: Checkpoint, model: NormAlignLlavaForConditionalGeneration) -> Slices:
@@ -126,9 +129,7 @@ def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
     """Returns bitsandbytes' layers, on meta, by the names of the weights that they quantize."""
     if not adapter.quantization:
         return {}
-    settings = BitsAndBytesConfig.from_dict(adapter.quantization)
-    if not settings.llm_int8_skip_modules:
-        settings.llm_int8_skip_modules = IN_PRECISION
+    settings = decoder_quantization(BitsAndBytesConfig.from_dict(adapter.quantization))
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
     quantized_model = on_meta(adapter.config)
     quantizer.preprocess_model(model=quantized_model, device_map={"": "cpu"})

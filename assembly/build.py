@@ -37,9 +37,9 @@ from .parts import (
     check_language_model,
     hide_ends,
     load_language_model,
+    require_vision_config,
     set_chat_template,
     text_logits,
-    vision_config,
 )
 from .processing import ARMS, check_feature_layer, make_processor
 
@@ -158,7 +158,7 @@ def build_checkpoint(
     with finished_folder(output) as folder:
         vision_part = open_checkpoint(vision)
         language_part = open_checkpoint(language)
-        encoder = vision_config(vision_part)
+        encoder = require_vision_config(vision_part)
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
@@ -213,7 +213,7 @@ def retrofit_checkpoint(
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes a LLaVA ('llava')."
             )
-        encoder = vision_config(opened)
+        encoder = require_vision_config(opened)
         stock = opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
         hide_ends(stock.tokenizer)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of an adapter merged into its base, one layer at a time, each one accounted for."""
+"""The tensors of an adapter merged into its base, one layer at a time, none of them lost."""
 
 import ctypes
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,10 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from torch import Tensor, nn
 
 from ..checkpoint.untrusted import refuse_unreadable
-from ..checkpoint.weights import (
-    module_of_file,
-    stored_tensors,
-)
+from ..checkpoint.weights import module_of_file, stored_tensors
 from .adapter import ADAPTER_WEIGHTS, LORA_SETTINGS, Adapter, on_meta, put_on_meta
 from .base_tensors import BaseTensors
 from .merged_layer import MergedLayer, relative_change
@@ -65,28 +63,27 @@ class MergedTensors:
     """The tensors of a base with an adapter merged into it, computed while one iterates.
 
     Iterating gives names and values, each in the dtype that is written. Embeddings and head that
-    are one tensor in the base stay one if the adapter treats both alike; otherwise, the result has
+    are one tensor in the base stay one if the adapter treats both alike. Otherwise the result has
     both, and its configuration says so.
 
     Args:
         adapter: An adapter that [`open_adapter`] opened.
         base: Its base's tensors.
-        dtype: The dtype to write; the norm is always float32.
+        dtype: The dtype to write. The norm is always float32.
 
     Attributes:
         model: The result without weights, on meta, in the dtypes that are written.
         layout: Its tensors, on meta, by the names that are written.
         changed: The modules that have files of their own and a tensor that the adapter changes.
-        difference: The largest relative change between what was trained, in float32, and what was
-            written, among the tensors so far. For a layer with an adapter, it is measured on its
-            outputs for random inputs; for any other tensor, on its numbers.
+        difference: The largest change by rounding so far, see [`MergeReport`].
 
     Raises:
-        ValueError: If the adapter has something that cannot be merged.
+        ValueError: If the adapter has something that cannot be merged, by the constructor. If
+            merging fails or a number becomes infinite, while one iterates.
     """
 
     def __init__(self, adapter: Adapter, base: BaseTensors, dtype: torch.dtype):
-        check_layers(adapter)
+        _check_layers(adapter)
         self._folder = adapter.folder
         self._base = base
         self.model = on_meta(adapter.config)
@@ -96,7 +93,6 @@ class MergedTensors:
         self._wrapped = _wrapped_modules(adapted.get_base_model())
         self._check_wrapped()
         self._uses = _uses_of_file(places, adapted.state_dict(), self._wrapped)
-        self._unused_names = set(places)
         self._merged_pair: dict[str, MergedLayer] = {}
         if self.model.lm_head.weight is self.model.get_input_embeddings().weight:
             tied_names = [embeddings_weight, f"{_HEAD}.weight"]
@@ -136,25 +132,31 @@ class MergedTensors:
 
     def check_complete(self) -> None:
         """Raises ValueError if a tensor of the adapter's file or of the result was left out."""
-        unused = self._unused_names
+        unused = list(chain.from_iterable(self._uses.names.values()))
         if unused:
-            fault = f"{len(unused)} tensors of {self._folder / ADAPTER_WEIGHTS} would be lost"
-            raise ValueError(f"{fault}, among them {min(unused)}. Nothing was written.")
+            raise ValueError(
+                f"{len(unused)} tensors of {self._folder / ADAPTER_WEIGHTS} would be lost, among "
+                f"them {min(unused)}. Nothing was written."
+            )
         missing = self._missing_names
         if missing:
-            fault = f"{len(missing)} tensors have no value, among them {min(missing)}"
-            raise ValueError(f"{fault}. Nothing was written.")
+            raise ValueError(
+                f"{len(missing)} tensors have no value, among them {min(missing)}. Nothing was "
+                "written."
+            )
 
     def _check_wrapped(self) -> None:
         """Raises ValueError for a layer of a kind that is not merged, or that the base lacks."""
         paths = {path for path, _ in self.model.named_modules()}
         for path, module in self._wrapped.items():
             if not isinstance(module, _MERGED_KINDS) or path not in paths:
-                fault = f"{self._folder} adapts {path}, a {type(module).__name__} of PEFT"
-                raise ValueError(f"{fault}, which is not merged. Use the adapter with PEFT.")
+                raise ValueError(
+                    f"{self._folder} adapts {path}, a {type(module).__name__} of PEFT. It cannot "
+                    "be merged: use the adapter with PEFT."
+                )
 
     def _trained_tensor(self, name: str) -> Tensor:
-        """Returns a tensor as training had it, without what the adapter's layers add to it."""
+        """Reads a tensor as training had it, without what the adapter's layers add to it."""
         if name in self._uses.replacements:
             return self._uses.replacements[name]
         return self._base[name]
@@ -163,8 +165,10 @@ class MergedTensors:
         with refuse_unreadable(f"The adapter {self._folder}"):
             layer = MergedLayer(path, self._wrapped[path], self._trained_tensor)
         if not layer.error <= 1e-3:  # or it is NaN
-            fault = f"Merging changed outputs of {path} by {layer.error:.3g} of the largest"
-            raise ValueError(f"{fault}. Nothing was written.")
+            raise ValueError(
+                f"Merging changed outputs of {path} by {layer.error:.3g} of the largest. Nothing "
+                "was written."
+            )
         return layer
 
     def _merge_tied_pair(self) -> None:
@@ -204,22 +208,21 @@ class MergedTensors:
             if stored_name in self.layout:
                 self._count_as_written(stored_name)
                 yield stored_name, value
-        self._count_as_used(layer_path)
+        self._uses.names.pop(layer_path, None)
 
     def _cast(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value in the dtype to write; raises ValueError if it is not finite there."""
+        """Returns a value in the dtype to write. Raises ValueError if it is not finite there."""
         cast = value.to(self.layout[name].dtype)
         if cast.is_floating_point() and not cast.isfinite().all():
-            fault = f"{name} would be NaN or infinite in {cast.dtype} after merging"
-            raise ValueError(f"{fault}. Nothing was written.")
+            raise ValueError(
+                f"{name} would be NaN or infinite in {cast.dtype} after merging. Nothing was "
+                "written."
+            )
         return cast
 
     def _count_as_written(self, name: str) -> None:
         self._missing_names.remove(name)
-        self._count_as_used(name)
-
-    def _count_as_used(self, target: str) -> None:
-        self._unused_names.difference_update(self._uses.names.get(target, []))
+        self._uses.names.pop(name, None)
 
     def _free(self, path: str) -> None:
         """Frees the memory of a layer that was written."""
@@ -234,9 +237,9 @@ class _UsesOfFile:
     """What each tensor of an adapter's file is for.
 
     Attributes:
-        replacements: Tensors that replace one of the base, by their names in the base.
-        names: Names in the file, by what they are for: the path of a layer with an adapter, or the
-            name of a replaced tensor.
+        replacements: Tensors that replace a tensor of the base, by their names in the base.
+        names: Names in the file, by the path of a layer with an adapter or the name of a replaced
+            tensor. Those that are written are taken out.
     """
 
     replacements: dict[str, Tensor]
@@ -279,30 +282,27 @@ def _with_tied_replacements(uses: _UsesOfFile, tied_names: list[str], folder: Pa
     if not values:
         return uses
     if len(values) == 2 and not torch.equal(*values):
-        fault = f"{folder} has other values for {tied_names[0]} than for {tied_names[1]}"
-        raise ValueError(f"{fault}, which are one tensor in its base. Save it with its model.")
-    names_in_file: list[str] = []
-    for name in tied_names:
-        names_in_file += uses.names.get(name, [])
-    replacements = uses.replacements | dict.fromkeys(tied_names, values[0])
-    return _UsesOfFile(replacements, {**uses.names, tied_names[0]: names_in_file})
+        raise ValueError(
+            f"{folder} has other values for {tied_names[0]} than for {tied_names[1]}. They are one "
+            "tensor in its base: save the adapter with its model."
+        )
+    names = dict(uses.names)
+    names[tied_names[0]] = names.pop(tied_names[0], []) + names.pop(tied_names[1], [])
+    return _UsesOfFile(uses.replacements | dict.fromkeys(tied_names, values[0]), names)
 
 
 def check_settings(adapter: Path, config: LoraConfig) -> None:
-    """Raises ValueError for settings of an adapter whose effect merging would lose."""
+    """Raises ValueError for a setting of an adapter whose effect merging would lose."""
     defaults = vars(type(config)())
-    changed = {}
-    for setting, value in vars(config).items():
-        if value != defaults.get(setting):
-            changed[setting] = value
-    lost = sorted(changed.keys() - MERGED)
-    if lost:
-        setting = lost[0]
-        fault = f"{adapter} was trained with {setting} {changed[setting]!r}, which is not merged"
-        raise ValueError(f"{fault}. Use the adapter with PEFT, or train one without it.")
+    for setting, value in sorted(vars(config).items()):
+        if setting not in MERGED and value != defaults.get(setting):
+            raise ValueError(
+                f"{adapter} was trained with {setting} {value!r}. It would be lost in merging: use "
+                "the adapter with PEFT, or train one without it."
+            )
 
 
-def check_layers(adapter: Adapter) -> None:
+def _check_layers(adapter: Adapter) -> None:
     """Raises ValueError if PEFT cannot merge a layer. It is tried on meta."""
     remedy = "Use it with PEFT, or train one that PEFT can merge."
     with refuse_unreadable(f"The adapter {adapter.folder}", remedy=remedy):

@@ -87,8 +87,9 @@ def find_checkpoint(
     source, commit = find_model(model, revision, remedy=remedy)
     folder = Path(source)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
-        merge_command = f"normalign merge {model} --output DIR"
-        raise ValueError(f"{model} is an adapter. Merge it first: `{merge_command}`.")
+        raise ValueError(
+            f"{model} is an adapter. Merge it first: `normalign merge {model} --output DIR`."
+        )
     if folder.exists():
         _check_holds(folder, "config.json", f"It is not a model of transformers. {remedy}")
     return source, commit
@@ -320,11 +321,9 @@ def _is_run(folder: Path, candidate: Path) -> bool:
 
     The folder `candidate` counts as a checkpoint whatever its name is.
     """
-    for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE):
-        if (folder / file_name).is_file():
-            return True
-    checkpoints = [candidate, *folder.glob("checkpoint-*")]
-    return any((path / STATE).is_file() for path in checkpoints)
+    evidence = [folder / file_name for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE)]
+    evidence += [path / STATE for path in (candidate, *folder.glob("checkpoint-*"))]
+    return any(file.is_file() for file in evidence)
 
 
 def json_or_none(path: Path) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..extras import how_to_install
+from ..extras import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
 from .prompts import fix_date, stop_as_trained
@@ -104,11 +103,9 @@ class Checkpoint:
             with refuse_unreadable(f"The {kind} of {self.name}", remedy=remedy):
                 preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
-            text = str(error).lower()  # in several wordings
             for package in ("torchvision", "num2words"):
-                if package in text and find_spec(package) is None:
-                    problem = f"The {kind} of {self.name} needs {package}, but it is not installed"
-                    raise ImportError(f"{problem}. {how_to_install('vision')}.") from error
+                if package in str(error).lower():  # in several wordings
+                    check_installed(package, "vision", f"The {kind} of {self.name}")
             raise
         if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")

@@ -217,7 +217,7 @@ def unchanged_files(
     return unchanged
 
 
-def index_folder(name: str, revision: str | None) -> list[Path]:
+def fetch_index_folder(name: str, revision: str | None) -> list[Path]:
     """Returns the folder of a checkpoint's index, or an empty list if it has one file of weights.
 
     The index is fetched from the Hub.

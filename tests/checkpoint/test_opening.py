@@ -41,7 +41,7 @@ from normalign_llava.checkpoint.opening import (
     read_record,
 )
 from normalign_llava.checkpoint.prompts import answer_ends, fixes_the_date
-from normalign_llava.checkpoint.weights import index_folder
+from normalign_llava.checkpoint.weights import fetch_index_folder
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
@@ -190,8 +190,8 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
     assert find_checkpoint("user/lm") == ("user/lm", NEW)
     for commit in (OLD, NEW):
         cached("model", "user/lm", commit, "{}", INDEX)
-    assert [folder.name for folder in index_folder("user/lm", OLD)] == [OLD]
-    assert [folder.name for folder in index_folder("user/lm", None)] == [NEW]
+    assert [folder.name for folder in fetch_index_folder("user/lm", OLD)] == [OLD]
+    assert [folder.name for folder in fetch_index_folder("user/lm", None)] == [NEW]
 
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
