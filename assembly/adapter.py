@@ -203,7 +203,7 @@ def open_adapter(
 
 
 def _open_base(adapter: Path, peft_config: LoraConfig, base: str | None) -> Checkpoint:
-    """Opens `base`, or the base that an adapter names. Raises ValueError if they do not belong."""
+    """Opens `base`, or the base that an adapter names. Raises ValueError if it does not fit."""
     named_base = peft_config.base_model_name_or_path
     base = base or named_base
     if not base:

@@ -221,12 +221,11 @@ def _marks_hold(template: str, special_tokens: Tokens) -> bool:
         return False
     is_checked = False
     for conversation in _CONVERSATIONS.values():
-        messages = _as_parts(conversation["messages"], _IMAGE)
+        turns = conversation["messages"]
+        messages = _as_parts(turns, _IMAGE)
         tools = conversation.get("tools")
         text = _outcome(render, messages, tools)
-        answers = [
-            turn["content"] for turn in conversation["messages"] if turn["role"] == "assistant"
-        ]
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         if not answers or not all(answer.strip() in text for answer in answers):
             continue
         expected = _expected_spans(render, messages, tools, text, end_of_turn)

@@ -184,6 +184,7 @@ def _is_card_of_peft(card: Path) -> bool:
 
 
 def _copy_notices(adapter: Adapter, folder: Path) -> None:
+    """Copies the notices that the copied `build.json` names."""
     build_record = json_or_none(folder / BUILD_RECORD)
     notices = fetch_notices(build_record, adapter.base.name, adapter.base.revision)
     notices |= fetch_notices(build_record, str(adapter.folder))

@@ -30,7 +30,7 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
     check_language_model,
-    vision_config,
+    require_vision_config,
 )
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import fetch_notices
@@ -255,7 +255,7 @@ def test_a_row_is_changed_only_where_others_are_the_same():
 
 def test_the_pooling_head_of_siglip_is_not_loaded(tmp_path):
     transformers.SiglipVisionConfig(**tiny.ENCODER, vision_use_head=True).save_pretrained(tmp_path)
-    assert vision_config(open_checkpoint(tmp_path)).vision_use_head is False
+    assert require_vision_config(open_checkpoint(tmp_path)).vision_use_head is False
 
 
 def test_a_head_that_the_file_has_apart_stays_apart(folders):
