@@ -257,15 +257,16 @@ def _finish(built: _Built, folder: Path, output: str | os.PathLike) -> BuildRepo
     model = built.model
     _warn_of_chat_template(built)
     if model.config.projector_norm == "none":
-        model.config.text_embedding_norm = model.measure_text_embedding_norm()
+        n_text = model.measure_text_embedding_norm()
+        model.config.text_embedding_norm = n_text
     else:
-        model.align_projector_norm()
+        n_text = model.align_projector_norm()
     left_out = _set_generation(built)
     notices = {}
     for part_name, part in (("vision", built.vision), ("language", built.language)):
         for file_name, content in fetch_part_notices(part.name, part.revision).items():
             notices[place_of(part_name, file_name)] = content
-    report = _report(built, output, left_out, sorted(notices))
+    report = _report(built, output, n_text, left_out, sorted(notices))
     for config in (model.config.text_config, model.config.vision_config):
         config._name_or_path = _public_name(config._name_or_path)
     save_model(model, folder)
@@ -311,6 +312,7 @@ def _set_generation(built: _Built) -> dict[str, Any]:
 def _report(
     built: _Built,
     output: str | os.PathLike,
+    n_text: float,
     left_out: dict[str, Any],
     notices: list[str],
 ) -> BuildReport:
@@ -331,7 +333,7 @@ def _report(
         projector_parameters=projector_parameters,
         # A head that is the embeddings is counted once.
         language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
-        n_text=model.config.text_embedding_norm,
+        n_text=n_text,
         gain=projector.norm.weight[0].item() if has_norm else None,
         tokens_per_image=check_processor(built.processor, model),
         generation_marks=built.has_marks,

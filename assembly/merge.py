@@ -40,6 +40,9 @@ from .base_tensors import BaseTensors
 from .merged_tensors import MergedTensors, check_settings
 
 
+_PEFT_CARD = "# Model Card for Model ID"
+
+
 @dataclass(frozen=True)
 class MergeReport(Printed):
     """The report that `normalign merge` prints.
@@ -110,13 +113,18 @@ def merge_adapter(
     with finished_folder(output) as folder:
         check_settings(adapter, read_peft_config(adapter))
         opened_adapter = open_adapter(adapter, base, base_quantization)
-        _check_not_quantized(opened_adapter.base)
+        opened_base = opened_adapter.base
+        if opened_base.stored.get("quantization_config"):
+            raise ValueError(
+                f"{opened_base.name} is stored quantized. Give what it was made from, and "
+                "--base-quantization."
+            )
         base_tensors = BaseTensors(opened_adapter)
         if dtype == "auto":
             dtype = opened_adapter.config.dtype or base_tensors.dtype
         merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
         check_space(Path(output), size_of(merged_tensors.layout), "Make room, or write elsewhere.")
-        linked_files = _files_to_link(opened_adapter.base, base_tensors, merged_tensors, dtype)
+        linked_files = _files_to_link(opened_base, base_tensors, merged_tensors, dtype)
         _set_generation(merged_tensors.model, opened_adapter)
         console = Console(stderr=True)
         layout = merged_tensors.layout
@@ -129,18 +137,11 @@ def merge_adapter(
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
-        base=opened_adapter.base.name,
+        base=opened_base.name,
         quantization=quantization_name(opened_adapter.quantization),
         dtype=str(dtype).removeprefix("torch."),
         difference=merged_tensors.difference,
     )
-
-
-def _check_not_quantized(base: Checkpoint) -> None:
-    if base.stored.get("quantization_config"):
-        raise ValueError(
-            f"{base.name} is stored quantized. Give what it was made from, and --base-quantization."
-        )
 
 
 def _files_to_link(
@@ -170,17 +171,13 @@ def _copy_records(adapter: Adapter, folder: Path) -> None:
     for file_name in (CARD, *RECORDS):
         adapter_file = adapter.folder / file_name
         if adapter_file.is_file():
-            if file_name == CARD and _is_card_of_peft(adapter_file):
+            # PEFT's card would show local paths.
+            if file_name == CARD and _PEFT_CARD in adapter_file.read_text("utf-8", "replace"):
                 continue
             shutil.copyfile(adapter_file, folder / file_name)
         elif file_name != DYNAMICS:  # the base's dynamics belong to its own run
             for base_file in fetch_files(adapter.base.name, [file_name], adapter.base.revision):
                 shutil.copyfile(base_file, folder / file_name)
-
-
-def _is_card_of_peft(card: Path) -> bool:
-    """Reads whether a model card is PEFT's. It would show local paths."""
-    return "# Model Card for Model ID" in card.read_text("utf-8", "replace")
 
 
 def _copy_notices(adapter: Adapter, folder: Path) -> None:

@@ -105,7 +105,11 @@ def settle(processor: LlavaProcessor) -> None:
             template = printing_first(processor.chat_template, text_start, processor.image_token)
             processor.chat_template = template
             tokenizer.chat_template = template
-            _warn_of_new_start(printed_before)
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning(
+                    f"The tokenizer put {printed_before!r} before a text. Now the chat template "
+                    "prints it. If this checkpoint is trained already, it was trained without it."
+                )
     tokenizer.add_bos_token = False
     tokenizer.add_eos_token = False
     tokenizer.init_kwargs["text_start"] = tokens_before
@@ -174,14 +178,6 @@ def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> st
         "before some only, or the text would then have other tokens. Build the checkpoint "
         "with `normalign build --chat-template FILE`, a template that prints it before all."
     )
-
-
-def _warn_of_new_start(added: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            f"The tokenizer put {added!r} before a text. Now the chat template prints it. If this "
-            "checkpoint is trained already, it was trained without it."
-        )
 
 
 def make_processor(

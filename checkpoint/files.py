@@ -235,7 +235,7 @@ class _Replacement:
     @classmethod
     @contextmanager
     def claim(cls, target: Path) -> Iterator[Self]:
-        """Makes and locks a temporary folder, and aborts when the block ends without a commit."""
+        """Makes and locks a temporary folder. At the end of the block, it is removed."""
         with writing_to(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
             folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
