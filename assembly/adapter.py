@@ -177,7 +177,7 @@ def open_adapter(
     """
     peft_config = read_peft_config(adapter)
     record = _read_training_record(adapter)
-    quantization = _quantization_in_training(adapter, record, base_quantization)
+    quantization = _require_quantization(adapter, record, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     opened = _open_base(adapter, peft_config, base)
@@ -307,7 +307,7 @@ def _read_training_record(adapter: Path) -> dict[str, Any]:
     return json_object(record_path.read_bytes(), str(record_path))
 
 
-def _quantization_in_training(
+def _require_quantization(
     adapter: Path, record: dict[str, Any], base_quantization: str | None
 ) -> dict[str, Any] | None:
     """Returns bitsandbytes' settings for the base in training. `base_quantization` is one's name.

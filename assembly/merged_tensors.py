@@ -96,7 +96,7 @@ class MergedTensors:
         self._merged_pair: dict[str, MergedLayer] = {}
         if self.model.lm_head.weight is self.model.get_input_embeddings().weight:
             tied_names = [embeddings_weight, f"{_HEAD}.weight"]
-            self._uses = _with_tied_replacements(self._uses, tied_names, self._folder)
+            self._uses = _require_one_value(self._uses, tied_names, self._folder)
             self._merge_tied_pair()
         changed_names = [*self._wrapped, *self._uses.replacements]
         self.changed = {module_of_file(f"{name}.") for name in changed_names}
@@ -116,7 +116,7 @@ class MergedTensors:
         for layer_path in self._wrapped:
             if layer_path in paths_of_pair:
                 continue
-            layer = self._merge(layer_path)
+            layer = self._merge_and_check(layer_path)
             yield from self._write_layer(layer_path, layer)
             del layer
             self._free(layer_path)
@@ -124,7 +124,7 @@ class MergedTensors:
             if tensor_name not in self._missing_names:
                 continue
             trained = self._trained_tensor(tensor_name)
-            written = self._cast(tensor_name, trained)
+            written = self._require_finite(tensor_name, trained)
             change = relative_change({tensor_name: written}, {tensor_name: trained})
             self.difference = max(self.difference, change)
             self._count_as_written(tensor_name)
@@ -161,7 +161,8 @@ class MergedTensors:
             return self._uses.replacements[name]
         return self._base[name]
 
-    def _merge(self, path: str) -> MergedLayer:
+    def _merge_and_check(self, path: str) -> MergedLayer:
+        """Merges a layer. Raises ValueError if PEFT fails or the layer's outputs change."""
         with refuse_unreadable(f"The adapter {self._folder}"):
             layer = MergedLayer(path, self._wrapped[path], self._trained_tensor)
         if not layer.error <= 1e-3:  # or it is NaN
@@ -175,7 +176,7 @@ class MergedTensors:
         """Merges tied embeddings and head, and makes them two tensors if they differ then."""
         for path in (self._embeddings, _HEAD):
             if path in self._wrapped:
-                self._merged_pair[path] = self._merge(path)
+                self._merged_pair[path] = self._merge_and_check(path)
         if self._merged_pair and not self._are_alike():
             separate_head = torch.empty_like(self.model.lm_head.weight)
             self.model.lm_head.weight = nn.Parameter(separate_head)
@@ -201,7 +202,7 @@ class MergedTensors:
             if stored_name not in self.layout:  # the head, if it stays one with the embeddings
                 stored_name = f"{self._embeddings}.{name_in_layer}"
                 value = self._weight_of_pair(self._embeddings)
-            written[name_in_layer] = self._cast(stored_name, value)
+            written[name_in_layer] = self._require_finite(stored_name, value)
         self.difference = max(self.difference, layer.difference(written))
         for name_in_layer, value in written.items():
             stored_name = f"{layer_path}.{name_in_layer}"
@@ -210,7 +211,7 @@ class MergedTensors:
                 yield stored_name, value
         self._uses.names.pop(layer_path, None)
 
-    def _cast(self, name: str, value: Tensor) -> Tensor:
+    def _require_finite(self, name: str, value: Tensor) -> Tensor:
         """Returns a value in the dtype to write. Raises ValueError if it is not finite there."""
         cast = value.to(self.layout[name].dtype)
         if cast.is_floating_point() and not cast.isfinite().all():
@@ -266,15 +267,14 @@ def _uses_of_file(
             uses.replacements[base_name] = values[place]
             continue
         name_in_layer = base_name.removeprefix(f"{path}.").removeprefix("token_adapter.")
-        if name_in_layer.startswith("base_layer."):
-            while name_in_layer.startswith("base_layer."):
-                name_in_layer = name_in_layer.removeprefix("base_layer.")
-            uses.replacements[f"{path}.{name_in_layer}"] = values[place]
+        if name_in_layer.startswith("base_layer."):  # perhaps several times
+            _, _, name_in_base = name_in_layer.rpartition("base_layer.")
+            uses.replacements[f"{path}.{name_in_base}"] = values[place]
     return uses
 
 
-def _with_tied_replacements(uses: _UsesOfFile, tied_names: list[str], folder: Path) -> _UsesOfFile:
-    """Returns the uses of the file if the two tensors of these names are one in the base.
+def _require_one_value(uses: _UsesOfFile, tied_names: list[str], folder: Path) -> _UsesOfFile:
+    """Returns the uses of the file with one value for two tensors that are one in the base.
 
     What the file has for one of them replaces both. Raises ValueError if it has two values.
     """

@@ -209,7 +209,7 @@ def make_processor(
             f"select_strategy 'default' drops the first token, but {vision_config.model_type} has "
             "no class token: a patch of the image would be lost. Use 'full'."
         )
-    _set_crop_size(image_processor)
+    _require_crop_size(image_processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -231,7 +231,8 @@ def make_processor(
     return processor
 
 
-def _set_crop_size(image_processor: BaseImageProcessor) -> None:
+def _require_crop_size(image_processor: BaseImageProcessor) -> None:
+    """Sets a missing `crop_size` to the size. Raises ValueError if that has no height and width."""
     if image_processor.crop_size:
         return
     size = image_processor.size
