@@ -1,4 +1,4 @@
-"""In a clone, `import NAME` from the root finds our folder or file NAME before an installed package."""
+"""In a clone, `import NAME` from the root finds our NAME before an installed package."""
 
 from importlib.metadata import packages_distributions
 from pathlib import Path
