@@ -6,7 +6,7 @@ Equations: https://huggingface.co/papers/2512.08374. Compare with transformers' 
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
@@ -377,10 +377,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs
     ):
         """[`~transformers.PreTrainedModel.save_pretrained`] under own names, norm in float32."""
-        tensors = dict(self.state_dict() if state_dict is None else state_dict)
-        for name in tensors:
-            if _is_of_norm(name):
-                tensors[name] = tensors[name].float()
+        tensors = stored_tensors(self, state_dict)
         text_config = self.config.text_config
         text_config.dtype = self.dtype  # both parts are loaded in it
         self.config.vision_config.dtype = self.dtype
@@ -389,10 +386,22 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             is_tied = head.weight is self.get_input_embeddings().weight
             self.config.tie_word_embeddings = is_tied
             text_config.tie_word_embeddings = is_tied
-            if is_tied:  # FSDP2 gathers both tensors
-                tensors.pop("lm_head.weight", None)
         kwargs.setdefault("save_original_format", False)  # True: the older names of a loaded LLaVA
         return super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)
+
+
+def stored_tensors(
+    model: NormAlignLlavaPreTrainedModel, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Returns the tensors that `save_pretrained` stores: the norm in float32, tied weights once."""
+    tensors = dict(model.state_dict() if state_dict is None else state_dict)
+    for name in tensors:
+        if _is_of_norm(name):
+            tensors[name] = tensors[name].float()
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        tensors.pop("lm_head.weight", None)  # FSDP2 gathers both tensors
+    return tensors
 
 
 def _fill_norm(norm: nn.Module, gain: float) -> None:

@@ -18,7 +18,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from torch import Tensor, nn
 
 from ..checkpoint.untrusted import refuse_unreadable
-from ..checkpoint.weights import module_of_file, stored_tensors
+from ..checkpoint.weights import module_of_file
+from ..modeling_normalign_llava import stored_tensors
 from .adapter import ADAPTER_WEIGHTS, LORA_SETTINGS, Adapter, on_meta, put_on_meta
 from .base_tensors import BaseTensors
 from .merged_layer import MergedLayer, relative_change

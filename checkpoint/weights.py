@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, stored_tensors
 from .files import INDEX, WEIGHTS, atomic_write, write_json
 from .untrusted import fetch_files
 
@@ -69,20 +69,6 @@ def save_model(
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
     write_weights(folder, layout or stored_tensors(model), **options)
-
-
-def stored_tensors(
-    model: NormAlignLlavaForConditionalGeneration, state_dict: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Returns the tensors that `save_pretrained` stores: norms in float32, tied weights once."""
-    if state_dict is None:
-        state_dict = model.state_dict()
-    tensors = {}
-    for tensor_name, tensor in state_dict.items():
-        tensors[tensor_name] = tensor.float() if "projector.norm." in tensor_name else tensor
-    if model.lm_head.weight is model.get_input_embeddings().weight:
-        tensors.pop("lm_head.weight", None)
-    return tensors
 
 
 class SafetensorsWriter:
