@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .errors import Console, errors_for_people, hide_notices
+from .console import Console
+from .errors import exit_on_error
+from .log_filters import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -102,7 +104,7 @@ def build(
         raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {parts}.")
     if not from_llava and not (vision and language):
         raise BadParameter("Give --vision and --language, or --from-llava.")
-    with errors_for_people():
+    with exit_on_error():
         from .assembly.build import build_checkpoint, retrofit_checkpoint
         from .train.command import next_command
 
@@ -138,7 +140,7 @@ def gain(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure N_text and the gain of a model. Without --critical only embeddings are fetched."""
-    with errors_for_people():
+    with exit_on_error():
         from .assembly.gain import embedding_statistics
         from .checkpoint.files import find_model
 
@@ -172,7 +174,7 @@ def train(
     if not context.args or {"-h", "--help"} & set(context.args):
         return show_help()
     full = "The same command with --dry_run says what fits."
-    with errors_for_people(stopped="" if accelerate_config else "Nothing was trained.", full=full):
+    with exit_on_error(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
             from .train.parsing import option_parser
 
@@ -209,7 +211,7 @@ def data(
     ] = None,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
-    with errors_for_people():
+    with exit_on_error():
         from .data.sources.arguments import DataSource
         from .train.data_check import check_data
 
@@ -237,7 +239,7 @@ def merge(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base, a checkpoint that needs no PEFT. The norm is float32."""
-    with errors_for_people(extra="qlora"):
+    with exit_on_error(extra="qlora"):
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
         from .train.command import next_command
@@ -269,7 +271,7 @@ def export(
     base: BaseOption = None,
 ) -> None:
     """Write GGUF files for llama.cpp, Ollama and LM Studio. An adapter is merged first."""
-    with errors_for_people(extra="export"):
+    with exit_on_error(extra="export"):
         from .export.run import export_gguf
 
         report = export_gguf(
@@ -303,7 +305,7 @@ def evaluate(
     base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Evaluate a model with lm-evaluation-harness. Finished tasks are skipped the next time."""
-    with errors_for_people(extra="evaluate", stopped=AGAIN, full=FEWER):
+    with exit_on_error(extra="evaluate", stopped=AGAIN, full=FEWER):
         from .evaluation.run import evaluate as run
 
         evaluated = run(
@@ -355,7 +357,7 @@ def ask(
 ) -> None:
     """Ask a model about images. Without a question, it reads and answers one line after another."""
     stopped = AGAIN if output else ""
-    with errors_for_people(extra="qlora", stopped=stopped, full=FEWER):
+    with exit_on_error(extra="qlora", stopped=stopped, full=FEWER):
         from .evaluation.ask import AskOptions, ask as run
 
         options = AskOptions(system, max_new_tokens, batch_size, output)
@@ -380,7 +382,7 @@ def compare(
     output: Annotated[Path, Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
-    with errors_for_people(extra="evaluate"):
+    with exit_on_error(extra="evaluate"):
         from .checkpoint.files import write_json
         from .evaluation.compare import compare_models, read_scores
 
@@ -413,7 +415,7 @@ def diagnose(
     base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Report norms, rotation and attention of any vision-language model, as the paper does."""
-    with errors_for_people(extra="qlora", stopped="Nothing was written.", full=FEWER):
+    with exit_on_error(extra="qlora", stopped="Nothing was written.", full=FEWER):
         from .diagnose.run import diagnose as measure
 
         diagnosis = measure(
@@ -444,7 +446,7 @@ def quickstart(
     seed: Annotated[int, Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch parts and data, then build, train and measure a small model: minutes on a CPU."""
-    with errors_for_people(extra="quickstart", stopped=AGAIN):
+    with exit_on_error(extra="quickstart", stopped=AGAIN):
         from .quickstart.run import Settings, run_quickstart
 
         run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
@@ -457,7 +459,7 @@ def card(
     replace: Annotated[bool, Option("--replace", help="Overwrite your own README.md.")] = False,
 ) -> None:
     """Write the card, README.md, from the checkpoint's records. Text between its marks is kept."""
-    with errors_for_people():
+    with exit_on_error():
         from .hub_cards.card.write import write_card
 
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
@@ -492,7 +494,7 @@ def publish(
     """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""
     console = Console()
     stopped = "The branch is unchanged or complete. Run it again: it sends the rest, and verifies."
-    with errors_for_people(stopped=stopped):
+    with exit_on_error(stopped=stopped):
         from .hub_cards.push.publish import publish as send, summary
 
         publication = send(
@@ -521,7 +523,7 @@ def demo(
     port: Annotated[int | None, Option(help="Port.", show_default="first free from 7860")] = None,
 ) -> None:
     """Ask a checkpoint about images in the browser, and see where it looks."""
-    with errors_for_people(extra="demo"):
+    with exit_on_error(extra="demo"):
         from .hub_cards.demo import run_demo
 
         run_demo(checkpoint, host=host, port=port)

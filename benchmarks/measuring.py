@@ -148,6 +148,7 @@ def in_process(function: Callable[..., Value], *arguments, seconds: float | None
 
 def _send(pipe, function: Callable[..., object], arguments: tuple) -> None:
     """Calls a function, and sends what it returned and no problem, or None and the problem."""
+
     # A loader's workers are forked, as by default.
     multiprocessing.set_start_method("fork", force=True)
     try:

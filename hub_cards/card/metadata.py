@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ...checkpoint.files import CARD
-from ...checkpoint.untrusted import loading
+from ...checkpoint.untrusted import refuse_unreadable
 from .facts import LLAVA, Facts, Part
 
 
@@ -146,7 +146,7 @@ def read_card(folder: Path) -> str | None:
     file = folder / CARD
     if not file.is_file():
         return None
-    with loading(str(file), remedy="Save it as UTF-8."):
+    with refuse_unreadable(str(file), remedy="Save it as UTF-8."):
         return file.read_bytes().decode("utf-8-sig")
 
 
@@ -161,7 +161,7 @@ def added_metadata(card: str) -> dict[str, Any]:
     mark = _OURS.search(card)
     if mark:
         derived = mark[1].split(", ")
-    with loading("The front matter of README.md", remedy="Fix it."):
+    with refuse_unreadable("The front matter of README.md", remedy="Fix it."):
         content = vars(ModelCard(card).data)
     added_fields = {}
     for field, value in content.items():

@@ -8,8 +8,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, only_writer
-from ...checkpoint.untrusted import loading
+from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, lock_folder
+from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import paper_ratios
 from .edits import FrontMatter, author_edits, front_matter
 from .facts import Facts, Part
@@ -47,7 +47,9 @@ def render_card(
         ValueError: A record in the folder, or the author's part of a card, is not valid.
     """
     remedy = "Fix or remove training.json, build.json, or what is in diagnostics/ and evaluation/."
-    with loading(f"What {checkpoint} records of itself", remedy=remedy):  # fields of any type
+    with refuse_unreadable(
+        f"What {checkpoint} records of itself", remedy=remedy
+    ):  # fields of any type
         facts = Facts(checkpoint)
         edits = author_edits(read_card(checkpoint), hub_card, repo_id)
         if base is None:
@@ -157,7 +159,7 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
     check_folder(checkpoint)
     if repo_id is not None:
         check_repo_id(repo_id)
-    with only_writer(checkpoint):
+    with lock_folder(checkpoint):
         if not replace:
             check_replaceable(read_card(checkpoint), str(checkpoint))
         card = render_card(checkpoint, repo_id=repo_id)

@@ -16,7 +16,7 @@ from ...checkpoint.files import (
     TRAINING_RECORD,
     WEIGHTS,
 )
-from ...checkpoint.untrusted import loading
+from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
 from ..reading import DIAGNOSTICS, NOTICES, read_public_report, weight_files
@@ -177,7 +177,7 @@ def read_notice(file: Path) -> bytes:
     if size > LARGEST_NOTICE:
         raise ValueError(f"{file} has {size:,} bytes, and a notice {LARGEST_NOTICE:,}. {remedy}")
     content = file.read_bytes()
-    with loading(str(file), remedy=remedy):
+    with refuse_unreadable(str(file), remedy=remedy):
         text = content.decode("utf-8")
     if "\0" in text:
         raise ValueError(f"{file} is not plain text: it has a null character. {remedy}")
