@@ -165,7 +165,7 @@ class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
 
 
 @contextmanager
-def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Gives whole tensors in place of shards (DTensor, ZeRO-3); all ranks must call this."""
     if is_deepspeed_zero3_enabled():
         # An `import` statement would make deepspeed a requirement of every checkpoint's code.
@@ -187,7 +187,7 @@ def embedding_row_norms(weight: Tensor) -> Tensor:
     Rows are widened in chunks. A sharded matrix (DTensor, DeepSpeed ZeRO-3) is gathered, so all
     ranks must call this. Raises ValueError on a meta or quantized matrix.
     """
-    with _gathered(weight) as (matrix,):
+    with gathered(weight) as (matrix,):
         if matrix.is_meta or not matrix.is_floating_point() or matrix.itemsize < 2:
             state = "on meta or on disk" if matrix.is_meta else f"quantized ({matrix.dtype})"
             raise ValueError(f"The embedding matrix is {state}. Load it in full precision.")
@@ -291,7 +291,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             raise ValueError('There is no norm to align: this model has projector_norm="none".')
         n_text = self.measure_text_embedding_norm()
         gain = initial_gain(self.config, n_text)
-        with torch.no_grad(), _gathered(*norm.parameters()):
+        with torch.no_grad(), gathered(*norm.parameters()):
             for name, parameter in norm.named_parameters():
                 parameter.fill_(gain if name == "weight" else 0.0)
         self.config.text_embedding_norm = n_text

@@ -17,7 +17,7 @@ from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.summary import gib, render_dropped
+from .keeping.summary import gib, read_dropped
 from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig
 from .parsing import parse
@@ -58,7 +58,7 @@ def train(
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(trainer.summary())
         dropped = DroppedRows(output / DROPPED_ROWS)
-        console.print(*(before := render_dropped(dropped)), sep="\n")
+        console.print(*(before := read_dropped(dropped)), sep="\n")
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             with writing_result(output):
@@ -70,7 +70,7 @@ def train(
                 raise BadRow(f"{error} {advice}") from error
             error.add_note(advice)
             raise
-        if (lines := render_dropped(dropped)) != before:  # rows whose images training met
+        if (lines := read_dropped(dropped)) != before:  # rows whose images training met
             console.print(*lines, sep="\n")
         if args.push_to_hub and (published := trainer.publish()):
             console.print(f"Published: {published.repository.url}, commit {published.commit.oid}.")

@@ -16,7 +16,7 @@ from trl import SFTConfig
 from ..checkpoint.precision import half_precision_pays
 from ..data.sources.arguments import cores
 from .command import OFF
-from .keeping.checkpoints import began_in, is_resumed
+from .keeping.checkpoints import is_resumed, read_precision
 from .options import BOTH_STAGES, STAGES, WITHOUT_WARMUP, NormAlignConfig, name_list
 
 
@@ -199,7 +199,7 @@ def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
     if given.device_memory is not None and use_cpu:  # of a GPU that is not here
         return Precision(bf16=True, fp16=False)
     if is_resumed(given.resume_from_checkpoint):
-        began = began_in(given.resume_from_checkpoint, given.output_dir)
+        began = read_precision(given.resume_from_checkpoint, given.output_dir)
         if began is not None:
             bf16, fp16 = began
             return Precision(bf16, fp16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a run, which is printed before its first step."""
+"""The summary of a run. It is printed before the first step."""
 
 import os
 from collections import Counter
@@ -23,11 +23,14 @@ from ..settings import autocast_dtype
 
 
 def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision."""
+    """Returns the facts of a run as JSON: modules, data, batch, steps, precision."""
     args = trainer.args
+    sources = asdict(report)["sources"]
+    for source in sources:
+        source["dropped"] = len(source["dropped"])
     return {
         "modules": modules(trainer.model, trainer.learning_rates),
-        "data": [{**data, "dropped": len(data["dropped"])} for data in asdict(report)["sources"]],
+        "data": sources,
         "tokens_per_image": base_model(trainer.model).config.image_seq_length,
         "batch": {
             "rows": trainer.get_total_train_batch_size(args),
@@ -45,33 +48,33 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
 
 def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
     """Returns the parameters of each module, how many are trained, dtypes and learning rate."""
-    names = {"vision": "vision tower", "language": "language model"}
+    full_names = {"vision": "vision tower", "language": "language model"}
     rows: dict[str, dict[str, Any]] = {}
-    for key in (*learning_rates, "adapters"):
-        rows[key] = {"module": names.get(key, key), "parameters": 0, "trained": 0}
-        rows[key]["learning_rate"] = 0.0
-    counts_of_dtypes = {key: Counter[str]() for key in rows}
-    for name, parameter in model.named_parameters():
-        if ".original_module." in name:  # PEFT's untrained copies
+    for module in (*learning_rates, "adapters"):
+        rows[module] = {
+            "module": full_names.get(module, module),
+            "parameters": 0,
+            "trained": 0,
+            "learning_rate": 0.0,
+            "dtypes": Counter(),
+        }
+    for parameter_name, parameter in model.named_parameters():
+        if ".original_module." in parameter_name:  # PEFT's untrained copies
             continue
-        module = module_of(name)
-        key = "adapters" if ".lora_" in name else module
+        module = module_of(parameter_name)
+        row = rows["adapters" if ".lora_" in parameter_name else module]
         count = parameter_count(parameter)
-        rows[key]["parameters"] += count
-        counts_of_dtypes[key][_dtype_name(parameter)] += count
+        dtype_name = str(parameter.dtype).removeprefix("torch.")
+        if type(parameter).__name__ == "Params4bit":
+            dtype_name = parameter.quant_type
+        row["parameters"] += count
+        row["dtypes"][dtype_name] += count
         if parameter.requires_grad:
-            rows[key]["trained"] += count
-            rows[key]["learning_rate"] = learning_rates[module]
-    for key, counts in counts_of_dtypes.items():
-        rows[key]["dtypes"] = [dtype for dtype, _ in counts.most_common()]
+            row["trained"] += count
+            row["learning_rate"] = learning_rates[module]
+    for row in rows.values():
+        row["dtypes"] = [dtype_name for dtype_name, _ in row["dtypes"].most_common()]
     return [row for row in rows.values() if row["parameters"]]
-
-
-def _dtype_name(parameter: nn.Parameter) -> str:
-    """Returns the name of a parameter's dtype, or of its type of quantization."""
-    if type(parameter).__name__ == "Params4bit":
-        return parameter.quant_type
-    return str(parameter.dtype).removeprefix("torch.")
 
 
 def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
@@ -81,19 +84,24 @@ def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.P
     data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
     notes: list[Text] = []
     for source in facts["data"]:
-        notes += _notes(source)
+        lines = not_read(source["left_out"], source["changed"])
+        if source["files"]:
+            rows_by_file = {Path(file).name: rows for file, rows in source["files"].items()}
+            lines = {"files": counted(rows_by_file), **lines}
+        name = Path(source["source"]).name
+        notes += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
     return Group(
         "Options",
         _pairs(options),
         titled_table("Modules", columns, _module_rows(facts["modules"])),
         titled_table("Data", data_columns, [_data_row(source) for source in facts["data"]]),
         *notes,
-        _pairs(_run(facts, Path(output_dir))),
+        _pairs(_run_in_words(facts, Path(output_dir))),
     )
 
 
 def _module_rows(modules: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Returns a table's rows for the modules, and one for all of them."""
+    """Returns a table's rows for the modules, and a last row for all of them."""
     rows = []
     for module in modules:
         learning_rate = "frozen"
@@ -119,17 +127,7 @@ def _data_row(source: dict[str, Any]) -> list[str]:
     return [*row, tokens]
 
 
-def _notes(source: dict[str, Any]) -> list[Text]:
-    """Returns lines about the files of a data set, and about what of it was not read."""
-    name = Path(source["source"]).name
-    lines = {}
-    if source["files"]:
-        lines["files"] = counted({Path(file).name: rows for file, rows in source["files"].items()})
-    lines |= not_read(source["left_out"], source["changed"])
-    return [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
-
-
-def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
+def _run_in_words(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
     """Returns the facts of a run in words, by title."""
     batch = facts["batch"]
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
@@ -145,7 +143,7 @@ def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
     return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided} {passes}",
-        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up",
+        "Steps": f"{facts['steps']:,}, {facts['warmup_steps']:,} of them warm-up",
         "Autocast": precision,
         "Disk": f"{gib(disk['total'])} ({checkpoints}); {free} are free",
     }
@@ -159,7 +157,7 @@ def _pairs(values: dict[str, Any]) -> Table:
 
 
 def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for `rich.console.Console.print`: a first column of words, the others of numbers."""
+    """Returns a table for `rich`. Its first column has words, the others have numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
@@ -175,10 +173,10 @@ def gib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def render_dropped(dropped: DroppedRows) -> list[str]:
-    """Returns lines with the number of dropped rows and of each kind; none if none was dropped."""
+def read_dropped(dropped: DroppedRows) -> list[str]:
+    """Reads the dropped rows. Returns lines with their number and kinds, or no line without any."""
     rows = dropped.read()
     if not rows:
         return []
-    count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-    return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)]
+    subject = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
+    return [f"{subject} dropped, listed in {dropped.path}:", *by_kind(rows, 10)]
