@@ -1055,7 +1055,7 @@ def test_only_the_name_of_an_unknown_option_is_named(tmp_path):
     for words in (["--learning_speed", "3"], ["--learning_speed=3"]):
         with pytest.raises(ValueError) as error:
             read(tmp_path, "dataset_name: data\n", *words)
-        assert "--learning_speed." in str(error.value) and "3" not in str(error.value)
+        assert "--learning_speed does not exist." in str(error.value) and "3" not in str(error.value)
     with pytest.raises(ValueError, match="--learning_speed, --epoch_count"):
         read(tmp_path, "dataset_name: data\nlearning_speed: 1\n", "--epoch_count=3")
     with pytest.raises(ValueError, match="Did you mean --learning_rate"):
