@@ -50,7 +50,7 @@ def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple
         token_id, is_learned = token
         return token_id == image_token_id, is_learned
 
-    row_pieces = list[tuple[str, bool]]()
+    row_pieces = []
     tokens = zip(ids.tolist(), (labels >= 0).tolist(), strict=True)
     for (is_image, is_learned), group in groupby(tokens, kind):
         token_ids = [token_id for token_id, _ in group]
@@ -63,7 +63,7 @@ def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple
 
 def batch_examples(batch: Mapping[str, Any], processor: LlavaProcessor) -> list[Example]:
     """Returns the rows of a training batch without padding, each by itself."""
-    examples = list[Example]()
+    examples = []
     for line, ids in enumerate(batch["input_ids"]):
         labels = batch["labels"][line]
         if "attention_mask" in batch:

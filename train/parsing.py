@@ -134,7 +134,7 @@ def truth(text: str | bool) -> bool:
     """Returns a boolean that is written as "true", "yes", "on" and the like.
 
     Raises:
-        ArgumentTypeError: The text is no such word.
+        ArgumentTypeError: The text is another one.
     """
     word = str(text).lower()
     if word in ("true", "yes", "on", "t", "y", "1"):

@@ -142,7 +142,7 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
 
 
 def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrainer]) -> str:
-    """Returns a sentence: the smallest change with which a step fits, or that none was found.
+    """Returns a sentence with the smallest change that makes a step fit, or says that none does.
 
     The changes are fewer rows in a pass (halved each time), gradient checkpointing, adapters (or
     bfloat16 if the language model is frozen), 4 bits, and all of that. Each is tried with the rows

@@ -16,9 +16,9 @@ from .settings import RunConfig
 
 
 def train_sampler(args: RunConfig, rows: Dataset) -> Sampler | None:
-    """Returns the order of rows with `group_by_length` or `packing`; otherwise None.
+    """Returns the order of rows with `group_by_length` or `packing`.
 
-    The Trainer has an order of its own for None.
+    Otherwise it returns None, and the Trainer chooses the order.
     """
     is_grouped = args.train_sampling_strategy == "group_by_length"
     if not (is_grouped or args.packing) or "length" not in (rows.column_names or []):

@@ -140,8 +140,9 @@ class NormAlignTrainer(SFTTrainer):
 
     Args:
         model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is
-            made float32; the rest is `args.model_init_kwargs["dtype"]`, or [`frozen_dtype`].
-        args: `NormAlignConfig`, or an `SFTConfig`, whose learning rate all modules get; copied.
+            made float32. The rest is `args.model_init_kwargs["dtype"]`, or [`frozen_dtype`].
+        args: `NormAlignConfig`, or an `SFTConfig`. With the latter, all modules get its learning
+            rate. It is copied.
         data_collator: By default a [`ConversationCollator`]. Another one gets rows as they are.
         train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, or
             `DataArguments` that name training and held-out rows.
@@ -469,7 +470,7 @@ class NormAlignTrainer(SFTTrainer):
                 "resume_from_checkpoint too, or bf16 and fp16."
             )
 
-    # TRL's own count would start again when a run is resumed; the Trainer saves its state.
+    # TRL's own count would start again when a run is resumed. The Trainer saves its state.
     _total_train_tokens = property(
         lambda self: self.state.num_input_tokens_seen,
         lambda self, count: setattr(self.state, "num_input_tokens_seen", count),

@@ -49,7 +49,7 @@ def test_the_marked_text_is_what_the_collator_labels(tmp_path, checkpoint):
     data = read(path, processor).train
     batch = ConversationCollator(processor)([data[1]])
     learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
-    pieces = check_data(DataSource(str(path)), str(checkpoint)).example
+    pieces = check_data(DataSource(str(path)), str(checkpoint)).examples[0].pieces
     assert "A red one." in learned
     assert [text for text, is_learned in pieces if is_learned] == [learned]
     images = int((batch["input_ids"] == processor.image_token_id).sum())
@@ -130,7 +130,7 @@ def test_several_rows_or_one_of_a_number_are_shown(tmp_path, checkpoint):
             assert shown[str(number)].strip() == expected[number].strip(), number
     bad = str(check_data(DataSource(str(path)), rows=[6]).rendered())
     assert "row 6" in bad and "Not trained on: the answer in turn 1 is empty" in bad
-    with pytest.raises(ValueError, match="has no row 9; it has 9, from 0 on"):
+    with pytest.raises(ValueError, match="has no row 9. It has 9, from 0 on"):
         check_data(DataSource(str(path)), rows=[9])
 
 

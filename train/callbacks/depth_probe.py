@@ -32,7 +32,7 @@ class CosineProbe(TrainerCallback):
     probe does not change the run.
 
     Args:
-        steps: The steps at which it records.
+        steps: The steps to record.
         batch: A batch, the same in every process. Its labels are ignored.
     """
 

@@ -11,7 +11,7 @@ from ...checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
 
 FREE = frozenset(
     {
-        # How long the run is, which users extend. The schedule follows from it.
+        # How long the run is. Users extend it. The schedule follows from it.
         "max_steps",
         "num_train_epochs",
         # Where things are, and how they are called.

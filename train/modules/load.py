@@ -35,8 +35,8 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
     """Returns the checkpoint's configuration as one of the paper's arms, by default its own.
 
     Raises:
-        ValueError: The checkpoint was trained, and the arm would discard its gain; or the vision
-            tower has no such layer as the configuration reads.
+        ValueError: The checkpoint was trained, and the arm would discard its gain, or the vision
+            tower has no layer that the configuration reads.
     """
     config = copy.deepcopy(checkpoint.config)
     check_feature_layer(config.vision_feature_layer, config.vision_config)

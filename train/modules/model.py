@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model to train: its modules by name, and what of them is trained."""
+"""The model to train: its modules by name, and which of their parameters are trained."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
 MODULES = ("language", "projector", "norm", "vision")
-"""What has a learning rate of its own. The Trainer logs that of the first one that is trained."""
+"""Modules with their own learning rates. The Trainer logs the first one's that is trained."""
 
 PLACES = {
     "language": ["language_model", "lm_head"],
@@ -22,7 +22,7 @@ PLACES = {
     "projector": ["multi_modal_projector"],
     "norm": ["multi_modal_projector.norm"],
 }
-"""What is in the names of their parameters. The norm is within the projector."""
+"""Parts of the names of their parameters. The norm is within the projector."""
 
 
 def module_of(parameter: str) -> str:
@@ -40,7 +40,7 @@ def module_of(parameter: str) -> str:
 
 
 def projector_norm(model: nn.Module) -> nn.Module:
-    """Returns the norm after the projector; with adapters, the trained copy."""
+    """Returns the norm after the projector, or its trained copy if there are adapters."""
     return base_model(model).model.multi_modal_projector.norm
 
 
@@ -76,11 +76,12 @@ def frozen_modules(model: nn.Module) -> set[str]:
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Gives attributes of an object other values for a time."""
-    before = {name: value for name, value in vars(owner).items() if name in values}
+    # unittest.mock.patch.multiple would call __setattr__, and modules register what they are given.
+    previous_values = {name: vars(owner)[name] for name in values.keys() & vars(owner).keys()}
     vars(owner).update(values)
     try:
         yield
     finally:
         for name in values:
             del vars(owner)[name]
-        vars(owner).update(before)
+        vars(owner).update(previous_values)
