@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
-import io
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import gettempdir
@@ -18,7 +16,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import reduce, save_fsdp_optimizer
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
-from rich.console import Group
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -38,7 +35,7 @@ from ..checkpoint.opening import Checkpoint, read_record
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
-from ..errors import Console, Printed
+from ..errors import Console
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.finite import FiniteCheck
 from .callbacks.loss_curve import LossCurve
@@ -57,7 +54,7 @@ from .keeping.checkpoints import (
 from .keeping.disk import check_disk, disk_use
 from .keeping.record import data_record, digest_of_lengths, training_record
 from .keeping.same_run import check_resumed
-from .keeping.summary import render, summary
+from .keeping.summary import RunSummary, summary
 from .loading import LoadedModel, load
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
@@ -89,24 +86,6 @@ from .settings import best_metric, keep_float32
 
 
 logger = get_logger(__name__)  # logs in one process only
-
-
-@dataclass(frozen=True)
-class RunSummary(Printed):
-    """The options, modules, data, batch, steps and disk of a run, as tables in 100 columns."""
-
-    record: dict[str, Any]
-    facts: dict[str, Any]
-    output_dir: str
-
-    def renderable(self) -> Group:
-        """What `rich` and a notebook show."""
-        return render(self.record, self.facts, self.output_dir)
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=100).print(self.renderable())
-        return text.getvalue()
 
 
 def refuse(formatting_func: Callable | None, optimizers: tuple) -> None:
@@ -248,41 +227,37 @@ class NormAlignTrainer(SFTTrainer):
         self.facts["disk"] = disk_use(
             self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
         )
+        self.record["data"] = data_record(report)
         self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
         self.record["sharding"] = sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _take_train_rows(self) -> None:
         """Checks training rows that were set since the trainer was made, and describes the run."""
-        if self.train_dataset is self._described:
+        rows = self.train_dataset
+        if rows is self._described:
             return
-        if isinstance(self.train_dataset, IterableDataset):
-            check_stream(self.args)
+        args = self.args
+        collator = self.data_collator
+        if isinstance(rows, IterableDataset):
+            check_stream(args)
+        need_images = needs_images(args, self.learning_rates)
         rows, source_report = checked_rows(
-            self.train_dataset,
-            "train_dataset",
-            self.data_collator,
-            self.args,
-            "train",
-            needs_images(self.args, self.learning_rates),
+            rows, "train_dataset", collator, args, "train", need_images
         )
         self.train_dataset = rows
         self._described = rows
-        if self.args.packing:  # as many passes in a step as these rows need
-            passes = passes_in_step(self.args, rows)
-            self.args.settle(gradient_accumulation_steps=passes)
+        if args.packing:  # as many passes in a step as these rows need
+            passes = passes_in_step(args, rows)
+            args.settle(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
-        report = DataReport([])
+        sources = [source for source in self.plan.data.report.sources if source.split != "train"]
         if source_report is not None:
-            report.sources.append(source_report)
-            self.data_collator.skippable = source_report.skippable
-        held_out_facts = [source for source in self.facts["data"] if source["split"] != "train"]
-        held_out_record = [source for source in self.record["data"] if source["split"] != "train"]
-        self._describe(report)
-        self.facts["data"] += held_out_facts
-        self.record["data"] = data_record(report) + held_out_record
+            sources.insert(0, source_report)
+            collator.skippable = source_report.skippable
+        self._describe(DataReport(sources))
         if self.probe is not None:
-            self.probe.batch = type(self.probe).of_rows(rows, self.data_collator, self.args).batch
+            self.probe.batch = type(self.probe).of_rows(rows, collator, args).batch
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, and wraps the forward pass."""
@@ -301,7 +276,7 @@ class NormAlignTrainer(SFTTrainer):
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
-        """Adds what watches a run, records it and draws it, as the options ask."""
+        """Adds the callbacks that the options ask for."""
         args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
@@ -378,7 +353,7 @@ class NormAlignTrainer(SFTTrainer):
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
     def get_total_train_batch_size(self, args) -> int:
-        """Rows in an optimizer step, over all processes."""
+        """Returns the rows of an optimizer step, over all processes."""
         return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -404,12 +379,12 @@ class NormAlignTrainer(SFTTrainer):
         return super().get_test_dataloader(rows)
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-        """The memory of a step on the longest rows: see [`estimate_memory`]."""
+        """Returns the memory of a step on the longest rows: see [`estimate_memory`]."""
         self._take_train_rows()
         return estimate_memory(self, gradient_checkpointing)
 
     def summary(self) -> RunSummary:
-        """The tables that `normalign train` prints before its first step: `print` shows them."""
+        """Returns the tables that `normalign train` prints before its first step."""
         self._take_train_rows()
         return RunSummary(self.record, self.facts, str(self.args.output_dir))
 
@@ -430,24 +405,25 @@ class NormAlignTrainer(SFTTrainer):
                 had another precision.
             FloatingPointError: Weights or a step are not finite.
         """
-        if self.args.dry_run:
+        settings = self.args
+        if settings.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         self._take_train_rows()
         self._check_precision(resume_from_checkpoint)
-        if is_resumed(resume_from_checkpoint):
-            output = Path(self.args.output_dir)
-            checkpoint = resolve_resume(resume_from_checkpoint, output, self.args.world_size)
+        is_new = not is_resumed(resume_from_checkpoint)
+        output = Path(settings.output_dir)
+        if not is_new:
+            checkpoint = resolve_resume(resume_from_checkpoint, output, settings.world_size)
             if checkpoint is None:
                 raise ValueError(f"{output} holds no complete checkpoint to resume from.")
             self.check_resumed(checkpoint)
             resume_from_checkpoint = str(checkpoint)
-        if self.args.should_save:
-            check_disk(self.args.output_dir, self.facts["disk"]["total"])
+        if settings.should_save:
+            check_disk(output, self.facts["disk"]["total"])
         self._best = None
-        self._shows_batch = self.args.show_first_batch
-        self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
-        with only_run(self.args.output_dir):
-            is_new = not is_resumed(resume_from_checkpoint)
+        self._shows_batch = settings.show_first_batch
+        self._began = time.perf_counter() - self.record["seconds"]  # with those before it resumed
+        with only_run(output):
             if is_new and isinstance(self.data_collator, ConversationCollator):
                 # The count of rows with bad images begins at 0, in all processes at once.
                 self.accelerator.wait_for_everyone()
@@ -683,9 +659,10 @@ class NormAlignTrainer(SFTTrainer):
             self.unquantized.tie_weights()
 
     def _unquantized_model(self, checkpoint: Checkpoint, frozen: set[str]) -> nn.Module:
-        """The quantized model in the precision that it was read in, with what was trained.
+        """Returns the quantized model in the precision that it was read in, with trained weights.
 
-        What is frozen is written as it was read. It is on meta if an earlier save has its files.
+        Frozen modules are written as they were read. They are on meta if an earlier save has their
+        files.
         """
         state = self.model.state_dict()
         trained_names = [name for name in state if weights.module_of_file(name) not in frozen]

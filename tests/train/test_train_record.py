@@ -370,7 +370,9 @@ def facts() -> dict:
 
 def test_the_summary_has_each_figure_in_its_column(tmp_path):
     about = {"stage": "align", "arm": "gwc", "options": {"seed": 3}}
-    _, options, modules, data, *lines, run = summary.render(about, facts(), tmp_path).renderables
+    _, options, modules, data, *lines, run = (
+        summary.RunSummary(about, facts(), tmp_path).renderable().renderables
+    )
     assert shown(options) == [["stage", "align"], ["arm", "gwc"], ["seed", "3"]]
     assert shown(modules) == [
         ["vision tower", "1,500", "0", "nf4 + bfloat16", "frozen"],
@@ -403,9 +405,11 @@ def test_a_packed_batch_is_not_told_as_rows_of_a_pass(tmp_path):
     told = facts()
     told["batch"]["packed"] = True
     told |= dict(autocast="float16", precision_because="")
-    run = summary.render({"stage": None, "arm": None, "options": {}}, told, tmp_path).renderables[
-        -1
-    ]
+    run = (
+        summary.RunSummary({"stage": None, "arm": None, "options": {}}, told, tmp_path)
+        .renderable()
+        .renderables[-1]
+    )
     cells = dict(shown(run))
     packed = "256 rows packed into 4 process(es) x 32 accumulation step(s)"
     assert (cells["Batch"], cells["Autocast"]) == (packed, "float16")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary of a run. It is printed before the first step."""
 
+import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from ...checkpoint import weights as stored
 from ...data.rows.checks import DataReport, by_kind, counted, not_read
 from ...data.rows.parse import DroppedRows
+from ...errors import Console, Printed
 from ..modules.model import base_model, module_of
 from ..modules.sizes import parameter_count
 from ..settings import autocast_dtype
@@ -77,27 +79,52 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
     return [row for row in rows.values() if row["parameters"]]
 
 
-def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
-    """Returns options and the facts of [`summary`] for `rich`, in 100 columns."""
-    options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
-    columns = ["", "parameters", "trained", "dtype", "learning rate"]
-    data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
-    notes: list[Text] = []
-    for source in facts["data"]:
-        lines = not_read(source["left_out"], source["changed"])
-        if source["files"]:
-            rows_by_file = {Path(file).name: rows for file, rows in source["files"].items()}
-            lines = {"files": counted(rows_by_file), **lines}
-        name = Path(source["source"]).name
-        notes += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
-    return Group(
-        "Options",
-        _pairs(options),
-        titled_table("Modules", columns, _module_rows(facts["modules"])),
-        titled_table("Data", data_columns, [_data_row(source) for source in facts["data"]]),
-        *notes,
-        _pairs(_run_in_words(facts, Path(output_dir))),
-    )
+@dataclass(frozen=True)
+class RunSummary(Printed):
+    """The options, modules, data, batch, steps and disk of a run, as tables in 100 columns.
+
+    Attributes:
+        record: The record of the run.
+        facts: The facts of [`summary`], and the disk that the run takes.
+        output_dir: The folder of the run.
+    """
+
+    record: dict[str, Any]
+    facts: dict[str, Any]
+    output_dir: str | os.PathLike
+
+    def renderable(self) -> Group:
+        """Returns the tables for `rich` and notebooks."""
+        options = {
+            "stage": self.record["stage"],
+            "arm": self.record["arm"],
+            **self.record["options"],
+        }
+        columns = ["", "parameters", "trained", "dtype", "learning rate"]
+        data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
+        notes: list[Text] = []
+        for source in self.facts["data"]:
+            lines = not_read(source["left_out"], source["changed"])
+            if source["files"]:
+                rows_by_file = {Path(file).name: rows for file, rows in source["files"].items()}
+                lines = {"files": counted(rows_by_file), **lines}
+            name = Path(source["source"]).name
+            notes += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
+        return Group(
+            "Options",
+            _pairs(options),
+            titled_table("Modules", columns, _module_rows(self.facts["modules"])),
+            titled_table(
+                "Data", data_columns, [_data_row(source) for source in self.facts["data"]]
+            ),
+            *notes,
+            _pairs(_run_in_words(self.facts, Path(self.output_dir))),
+        )
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self.renderable())
+        return text.getvalue()
 
 
 def _module_rows(modules: Sequence[dict[str, Any]]) -> list[list[str]]:

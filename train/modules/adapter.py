@@ -192,7 +192,6 @@ def check_effect(
     embeddings_path = path_of_module[model.get_input_embeddings()]
     without_effect = [
         *_idle_targets(config, paths, targets),
-        *_idle_layers(config, paths),
         *_idle_modules(config, model, excluded),
         *_idle_tokens(config, model, paths, embeddings_path),
     ]
@@ -232,34 +231,27 @@ def _adapted(config: LoraConfig, paths: Sequence[str], **changes: Any) -> list[s
 def _idle_targets(
     config: LoraConfig, paths: Sequence[str], targets: str | list[str]
 ) -> Iterator[str]:
-    """Yields the names in `target_modules`, or the words of its pattern, without an adapter."""
-    if isinstance(targets, str):
+    """Yields the names in `target_modules`, or the words of its pattern, without an adapter.
+
+    Yields the layers in `layers_to_transform` without an adapter too.
+    """
+    changes = {}
+    if not isinstance(targets, str):
+        changes = {name: {"target_modules": {name}} for name in sorted(targets)}
+    elif "(?" not in targets:  # a pattern that looks ahead may leave its words out
         adapted = _adapted(config, paths)
-        for word in _words_of_pattern(targets):
+        without_classes = re.sub(r"\\[A-Za-z]|\[[^]]*\]", " ", targets)
+        for word in re.findall(r"[A-Za-z]\w{2,}", without_classes):
             if not any(word in path for path in adapted):
                 yield word
-    else:
-        for name in sorted(targets):
-            if not _adapted(config, paths, target_modules={name}):
-                yield name
-
-
-def _words_of_pattern(pattern: str) -> list[str]:
-    """Returns the words in a pattern, but none if it looks ahead, since they may be left out."""
-    if "(?" in pattern:
-        return []
-    without_classes = re.sub(r"\\[A-Za-z]|\[[^]]*\]", " ", pattern)
-    return re.findall(r"[A-Za-z]\w{2,}", without_classes)
-
-
-def _idle_layers(config: LoraConfig, paths: Sequence[str]) -> Iterator[str]:
-    """Yields the layers in `layers_to_transform` without an adapter."""
     layers = config.layers_to_transform
     if isinstance(layers, int):
         layers = [layers]
     for layer in layers or ():
-        if not _adapted(config, paths, layers_to_transform=[layer]):
-            yield f"layer {layer}"
+        changes[f"layer {layer}"] = {"layers_to_transform": [layer]}
+    for name, change in changes.items():
+        if not _adapted(config, paths, **change):
+            yield name
 
 
 def _idle_modules(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> Iterator[str]:
