@@ -204,8 +204,8 @@ class ConversationCollator:
 
 def blank_image(processor: LlavaProcessor) -> Tensor:
     """Returns zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
-    image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
-    return torch.zeros_like(image["pixel_values"])
+    processed = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+    return torch.zeros_like(processed["pixel_values"])
 
 
 def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
@@ -228,13 +228,13 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     position ids that start again, without an attention mask and a cache. `input_ids`, `labels` and
     `position_ids` are `(1, N)`. A row's first label is masked: the token before is another row's.
     """
-    real = batch.pop("attention_mask").bool()
-    batch["labels"][torch.arange(len(real)), real.int().argmax(1)] = _IGNORED
-    positions = real.long().cumsum(1) - 1
+    is_real = batch.pop("attention_mask").bool()
+    batch["labels"][torch.arange(len(is_real)), is_real.int().argmax(1)] = _IGNORED
+    positions = is_real.long().cumsum(1) - 1
     sequence = {
-        "input_ids": batch.pop("input_ids")[real][None],
-        "labels": batch.pop("labels")[real][None],
-        "position_ids": positions[real][None],
+        "input_ids": batch.pop("input_ids")[is_real][None],
+        "labels": batch.pop("labels")[is_real][None],
+        "position_ids": positions[is_real][None],
     }
     return {**sequence, **batch}
 

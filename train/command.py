@@ -291,11 +291,15 @@ def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str,
 def values_in(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Returns the values of some options on a command line. One without a value is "true"."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        with_hyphens = name.replace("_", "-")
-        parser.add_argument(f"--{name}", f"--{with_hyphens}", nargs="?", const="true")
-    known, _ = parser.parse_known_args(words)
-    return {name: value for name, value in vars(known).items() if value is not None}
+    for option_name in names:
+        with_hyphens = option_name.replace("_", "-")
+        parser.add_argument(f"--{option_name}", f"--{with_hyphens}", nargs="?", const="true")
+    known_options, _ = parser.parse_known_args(words)
+    return {
+        option_name: value
+        for option_name, value in vars(known_options).items()
+        if value is not None
+    }
 
 
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -347,10 +351,10 @@ class Values(yaml.SafeLoader):
 def _resolvers(*kinds: str) -> dict[str, list]:
     """Returns the resolvers of YAML 1.1 for some kinds of scalars."""
     tags = {f"tag:yaml.org,2002:{kind}" for kind in kinds}
-    known = yaml.SafeLoader.yaml_implicit_resolvers
+    known_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
     return {
         first: [(tag, pattern) for tag, pattern in patterns if tag in tags]
-        for first, patterns in known.items()
+        for first, patterns in known_resolvers.items()
     }
 
 
@@ -416,13 +420,13 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
         ImportError: A package is missing.
     """
     check_names(words, recipe)
-    given = values_in(words, ["model_name_or_path", "hub_token", *PACKAGES])
-    if given.get("hub_token"):
+    given_options = values_in(words, ["model_name_or_path", "hub_token", *PACKAGES])
+    if given_options.get("hub_token"):
         raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN instead.")
-    options = recipe | given
-    for name, (package, extra) in PACKAGES.items():
-        if str(options.get(name)).lower() not in OFF:
-            check_installed(package, extra, name)
+    options = recipe | given_options
+    for option_name, (package, extra) in PACKAGES.items():
+        if str(options.get(option_name)).lower() not in OFF:
+            check_installed(package, extra, option_name)
     if not options.get("model_name_or_path"):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER.")
 
@@ -437,21 +441,21 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
         ChildProcessError: A signal ended a process.
         KeyboardInterrupt, Terminated: The run was stopped.
     """
-    file = recipe_file(config, CONFIGS)
-    if read_recipe(file).get("distributed_type") == "DEEPSPEED":
+    config_file = recipe_file(config, CONFIGS)
+    if read_recipe(config_file).get("distributed_type") == "DEEPSPEED":
         check_installed("deepspeed", "deepspeed", config)
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    words = ["--quiet", "--config_file", str(file)]
+    launch_words = ["--quiet", "--config_file", str(config_file)]
     if processes:
-        words.append(f"--num_processes={processes}")
-    words += ["-m", "normalign_llava.train", *arguments]
+        launch_words.append(f"--num_processes={processes}")
+    launch_words += ["-m", "normalign_llava.train", *arguments]
     # This logger would list the processes that are ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        launch_command(launch_command_parser().parse_args(words))
+        launch_command(launch_command_parser().parse_args(launch_words))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:  # the process has said why

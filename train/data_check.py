@@ -108,33 +108,33 @@ def check_data(
     faults, stops = _faults(opened, report, len(table))
     checks.warn_of_captions(opened.name, report.forms)
     valid_rows = rows_on_access(checked.table, reader)
-    shown = []
+    shown_examples = []
     if rows:
         for row in rows:
-            shown += _examples_of_number(row, valid_rows, report, collator)
+            shown_examples += _examples_of_number(row, valid_rows, report, collator)
     elif examples or collator:
         for place in _places(checked.table, examples or 1):
-            shown.append(_example(valid_rows[place], collator))
-    return DataCheck(report, faults, stops, shown, collator is not None)
+            shown_examples.append(_example(valid_rows[place], collator))
+    return DataCheck(report, faults, stops, shown_examples, collator is not None)
 
 
 def _faults(source: Source, report: checks.SourceReport, count: int) -> tuple[list[str], bool]:
     """Returns the faults of a source's `count` rows, and whether training would stop at them."""
     faults = []
-    share = checks.share_of_bad_rows(None, source, count)
-    stops = len(report.dropped) > share * count
+    allowed_share = checks.share_of_bad_rows(None, source, count)
+    would_stop = len(report.dropped) > allowed_share * count
     if report.bad:
-        allowed = share if stops else 0.0
+        allowed = allowed_share if would_stop else 0.0
         faults.append(
             checks.bad_rows_message(source, report.dropped, count, shown=None, share=allowed)
         )
-    valid = count - len(report.dropped)
+    valid_count = count - len(report.dropped)
     try:
-        checks.check_images_are_read(source.name, valid, report.images or 0, report.unread)
+        checks.check_images_are_read(source.name, valid_count, report.images or 0, report.unread)
     except ValueError as error:
         faults.append(str(error))
-        stops = True
-    return faults, stops
+        would_stop = True
+    return faults, would_stop
 
 
 def _places(table: Dataset, count: int) -> list[int]:
@@ -175,16 +175,16 @@ def _examples_of_number(
 
 def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Example:
     title = f"{Path(row['source']).name}, row {row['row']}"
-    files = [Path(image["path"]).name for image in row["images"] if image["path"]]
-    if files:
-        names = ", ".join(files)
-        title += f" ({names})"
+    file_names = [Path(image["path"]).name for image in row["images"] if image["path"]]
+    if file_names:
+        joined_names = ", ".join(file_names)
+        title += f" ({joined_names})"
     if collator is None:
         return Example(title, _turns(row))
     batch = collator([row])
-    ids = batch["input_ids"][0]
+    token_ids = batch["input_ids"][0]
     labels = batch["labels"][0]
-    return Example(title, pieces(ids, labels, collator.processor))
+    return Example(title, pieces(token_ids, labels, collator.processor))
 
 
 def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:

@@ -63,7 +63,7 @@ def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple
 
 def batch_examples(batch: Mapping[str, Any], processor: LlavaProcessor) -> list[Example]:
     """Returns the rows of a training batch without padding, each by itself."""
-    examples = []
+    examples: list[Example] = []
     for line, ids in enumerate(batch["input_ids"]):
         labels = batch["labels"][line]
         if "attention_mask" in batch:

@@ -59,16 +59,16 @@ class MemoryEstimate(Printed):
     @property
     def verdict(self) -> str:
         """A sentence that says whether the step fits."""
-        sizes = f"{gib(self.total)} of the {gib(self.available)} of {self.device}"
+        size_in_words = f"{gib(self.total)} of the {gib(self.available)} of {self.device}"
         if self.reserved:
-            sizes += f" ({gib(self.reserved)} are kept free)"
-        return f"{'Fits' if self.fits else 'Does not fit'}: {sizes}."
+            size_in_words += f" ({gib(self.reserved)} are kept free)"
+        return f"{'Fits' if self.fits else 'Does not fit'}: {size_in_words}."
 
     def renderable(self) -> Group:
         """What `rich` and a notebook show."""
-        sizes = {**self.parts, "all": self.total}
-        rows = [[name, gib(size)] for name, size in sizes.items()]
-        table = titled_table("Memory", [self.batch, "at the peak of a step"], rows)
+        bytes_by_part = {**self.parts, "all": self.total}
+        table_rows = [[part, gib(size)] for part, size in bytes_by_part.items()]
+        table = titled_table("Memory", [self.batch, "at the peak of a step"], table_rows)
         return Group(table, self.verdict)
 
 
@@ -128,25 +128,25 @@ def estimate_memory(
     Raises:
         ValueError: The model cannot take such a step.
     """
-    args = trainer.args
-    passes = args.gradient_accumulation_steps
-    batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
+    settings = trainer.args
+    passes = settings.gradient_accumulation_steps
+    batch = largest_batch(settings, trainer.train_dataset, trainer.data_collator)
     try:
-        parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
+        bytes_by_part = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"A step's memory cannot be estimated for this model: {error}") from error
-    static = static_bytes(trainer.model, args, trainer.optimizer_cls_and_kwargs)
-    parts += Counter(static | {GRADIENTS: 0})  # gradients at the peak are already counted
-    parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
+    static = static_bytes(trainer.model, settings, trainer.optimizer_cls_and_kwargs)
+    bytes_by_part += Counter(static | {GRADIENTS: 0})  # gradients at the peak are already counted
+    bytes_by_part[GRADIENTS] = int(bytes_by_part[GRADIENTS] * memory_shares(settings)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
-    parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
-    ids = batch["input_ids"]
+    bytes_by_part[BATCHES] = passes * sum(value.nbytes for value in batch.values())
+    input_ids = batch["input_ids"]
     positions = batch.get("position_ids")
-    rows = len(ids) if positions is None else int((positions == 0).sum())
-    images = len(batch.get("pixel_values", ()))
-    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {images:,} image(s)"
-    filled = {part: parts[part] for part in MEMORY_PARTS if parts[part]}
-    return MemoryEstimate(filled, shape, *_device(args))
+    row_count = len(input_ids) if positions is None else int((positions == 0).sum())
+    image_count = len(batch.get("pixel_values", ()))
+    batch_in_words = f"{row_count:,} row(s), {input_ids.numel():,} tokens, {image_count:,} image(s)"
+    filled = {part: bytes_by_part[part] for part in MEMORY_PARTS if bytes_by_part[part]}
+    return MemoryEstimate(filled, batch_in_words, *_device(settings))
 
 
 def _device(args: RunConfig) -> tuple[str, int, int]:
@@ -154,9 +154,9 @@ def _device(args: RunConfig) -> tuple[str, int, int]:
     if args.device_memory is not None:
         return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
     if args.device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(args.device)
-        return torch.cuda.get_device_name(args.device), total, CONTEXT
-    name = "this machine"
+        _, device_bytes = torch.cuda.mem_get_info(args.device)
+        return torch.cuda.get_device_name(args.device), device_bytes, CONTEXT
+    machine_name = "this machine"
     if memory_limit() < psutil.virtual_memory().total:
-        name = "this container"
-    return name, memory_limit(), 0
+        machine_name = "this container"
+    return machine_name, memory_limit(), 0

@@ -96,15 +96,15 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         general_rate = self.learning_rate
         if general_rate is None:
             general_rate = defaults.get("learning_rate", SFTConfig.learning_rate)
-        rates = {}
+        rate_of_module = {}
         for module in MODULES:
             option = f"{module}_learning_rate"
-            rates[module] = getattr(self, option)
-            if rates[module] is None:
-                rates[module] = defaults.get(option, general_rate)
-                if rates[module] > 0 and self.learning_rate is not None:
-                    rates[module] = self.learning_rate
-        return rates
+            rate_of_module[module] = getattr(self, option)
+            if rate_of_module[module] is None:
+                rate_of_module[module] = defaults.get(option, general_rate)
+                if rate_of_module[module] > 0 and self.learning_rate is not None:
+                    rate_of_module[module] = self.learning_rate
+        return rate_of_module
 
 
 def check_values(options: NormAlignConfig) -> None:

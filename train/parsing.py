@@ -44,13 +44,13 @@ def parse(
     parser.error = _refuse  # type: ignore[method-assign]
     defaults = without_overruled(recipe, words)
     environment = defaults.pop("env", None) or {}
-    for variable, value in environment.items():
-        os.environ[variable] = str(value)
+    for variable, variable_value in environment.items():
+        os.environ[variable] = str(variable_value)
     unknown = parser.set_defaults_with_config(**_parsed_lists(parser, defaults))
     parsed = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
-    data, training, model, rest = parsed
+    data, training, model, remaining_words = parsed
     unknown_options = [f"--{option}" for option in defaults if f"--{option}" in unknown]
-    unknown_options += [word.partition("=")[0] for word in rest if word.startswith("--")]
+    unknown_options += [word.partition("=")[0] for word in remaining_words if word.startswith("--")]
     if unknown_options:
         sentence = f"The option {', '.join(unknown_options)} does not exist."
         known_options = [text for action in parser._actions for text in action.option_strings]
@@ -58,8 +58,10 @@ def parse(
         for closest in get_close_matches(with_underscores, known_options, n=1):
             sentence += f" Did you mean {closest}?"
         _refuse(sentence)
-    if rest:
-        _refuse(f"{rest[0]!r} belongs to no option, nor is it the first word, the recipe")
+    if remaining_words:
+        _refuse(
+            f"{remaining_words[0]!r} belongs to no option, nor is it the first word, the recipe"
+        )
     for option in ("test_split_size", "eval_dataset_name"):
         if getattr(data, option) and training.eval_strategy == "no":
             raise ValueError(f"{option} needs eval_strategy steps or epoch. Set one, or drop it.")
@@ -82,14 +84,14 @@ def _refuse(message: str) -> NoReturn:
 
 def option_parser() -> TrlParser:
     """Returns the parser of all options, TRL's included."""
-    kinds = [DataArguments, NormAlignConfig, ModelArguments]
-    hints = {}
-    for kind in kinds:
-        hints |= get_type_hints(kind)
-    parser = TrlParser(kinds, usage=USAGE, allow_abbrev=False)
+    dataclasses_of_options = [DataArguments, NormAlignConfig, ModelArguments]
+    type_hints: dict[str, Any] = {}
+    for kind in dataclasses_of_options:
+        type_hints |= get_type_hints(kind)
+    parser = TrlParser(dataclasses_of_options, usage=USAGE, allow_abbrev=False)
     for action in parser._actions:
-        if action.type is not None and action.dest in hints:
-            action.type = _text_parser(hints[action.dest], action.choices or (), action.type)
+        if action.type is not None and action.dest in type_hints:
+            action.type = _text_parser(type_hints[action.dest], action.choices or (), action.type)
         if action.dest == "fsdp":  # a boolean, and before transformers 5 a text
             action.type = partial(_parse_word, TRUTH, str)
     return parser
@@ -175,12 +177,12 @@ def _parsed_lists(parser: TrlParser, recipe: dict[str, Any]) -> dict[str, Any]:
     """Returns a recipe with its lists parsed as on the command line. argparse parses only texts."""
     parsed = dict(recipe)
     for action in parser._actions:
-        value = recipe.get(action.dest)
+        recipe_value = recipe.get(action.dest)
         if action.type is None:
             continue
-        if isinstance(value, list) and action.nargs == "+":
-            if all(isinstance(entry, str) for entry in value):
-                parsed[action.dest] = [parser._get_value(action, text) for text in value]
-        elif value is False and "no" in (action.choices or ()):
+        if isinstance(recipe_value, list) and action.nargs == "+":
+            if all(isinstance(entry, str) for entry in recipe_value):
+                parsed[action.dest] = [parser._get_value(action, text) for text in recipe_value]
+        elif recipe_value is False and "no" in (action.choices or ()):
             parsed[action.dest] = "no"  # given in Python, or read as YAML 1.1
     return parsed

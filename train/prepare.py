@@ -157,11 +157,11 @@ def prepare(
 
     opened = open_model(model, settings)
     settings.settle(model_init_kwargs=opened.init_kwargs)
-    rates = settings.learning_rates(opened.adapters is not None)
+    learning_rates = settings.learning_rates(opened.adapters is not None)
 
     collator = make_collator(data, opened.processor, settings)
     settings.settle(padding_free=getattr(collator, "padding_free", False))
-    checked = read_data(data, collator, settings, needs_images(settings, rates))
+    checked = read_data(data, collator, settings, needs_images(settings, learning_rates))
     check_best_metric(settings, checked.held_out, has_metrics)
     warn_of_positions(checked.report, opened.config)
     # TRL does so only for a stream of training rows. Held-out rows may be a stream too.
@@ -173,7 +173,7 @@ def prepare(
     if settings.packing:
         settings.settle(global_batch_size=rows_in_step(settings))
         settings.settle(gradient_accumulation_steps=passes_in_step(settings, checked.train))
-    return Plan(settings, precision, rates, opened, checked, optimizer)
+    return Plan(settings, precision, learning_rates, opened, checked, optimizer)
 
 
 def given_options(
@@ -198,11 +198,11 @@ def given_options(
     if not isinstance(args, TrainingArguments):
         raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
     known = {field.name for field in fields(NormAlignConfig) if field.init}
-    options = {name: value for name, value in vars(args).items() if name in known}
+    options = {option: value for option, value in vars(args).items() if option in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
-        fact = "assistant_only_loss is False, but the loss is on the assistant's turns"
-        logger.warning(f"{fact}. Set it to True.")
+        problem = "assistant_only_loss is False, but the loss is on the assistant's turns"
+        logger.warning(f"{problem}. Set it to True.")
     options["assistant_only_loss"] = True
     options["remove_unused_columns"] = False
     options["sample_count"] = 0  # TRL's trainer answers nothing
@@ -254,12 +254,12 @@ def check_repository(settings: RunConfig) -> None:
     from ..hub_cards.push.record import check_files_of_others
     from ..hub_cards.push.repository import find_repository, log_in
 
-    name = settings.hub_model_id or Path(settings.output_dir).absolute().name
-    api = log_in(name, settings.hub_token)
-    if "/" not in name:
-        name = f"{api.whoami()['name']}/{name}"
-    repository = find_repository(api, name, branch=settings.hub_revision or "main")
-    check_replaceable(repository.card, name)
+    repository_name = settings.hub_model_id or Path(settings.output_dir).absolute().name
+    api = log_in(repository_name, settings.hub_token)
+    if "/" not in repository_name:
+        repository_name = f"{api.whoami()['name']}/{repository_name}"
+    repository = find_repository(api, repository_name, branch=settings.hub_revision or "main")
+    check_replaceable(repository.card, repository_name)
     check_files_of_others(repository)
 
 
@@ -374,8 +374,8 @@ def open_processor(given: GivenModel, checkpoint: Checkpoint | None) -> LlavaPro
             raise ValueError("The model names no folder with its processor. Give processing_class.")
         processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
     if not isinstance(processor, LlavaProcessor):
-        kind = type(processor).__name__
-        raise ValueError(f"processing_class is a {kind}. Give a LlavaProcessor, or none.")
+        type_name = type(processor).__name__
+        raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
     settle(processor)
     return processor
 
@@ -454,8 +454,10 @@ def check_given(
     held_out: Any = None
     if isinstance(data.held_out, dict):
         held_out = {}
-        for name, rows in data.held_out.items():
-            held_out[name], source_report = checked_rows(rows, name, collator, settings, "eval")
+        for data_name, held_out_rows in data.held_out.items():
+            held_out[data_name], source_report = checked_rows(
+                held_out_rows, data_name, collator, settings, "eval"
+            )
             reports.append(source_report)
     elif data.held_out is not None:
         held_out, source_report = checked_rows(
@@ -524,8 +526,8 @@ def checked_rows(
         TypeError: The rows are not a data set.
     """
     if not isinstance(rows, Rows):
-        kind = type(rows).__name__
-        raise TypeError(f"{name} is a {kind}. Give a Dataset (Dataset.from_list) or a stream.")
+        type_name = type(rows).__name__
+        raise TypeError(f"{name} is a {type_name}. Give a Dataset (Dataset.from_list) or a stream.")
     if not isinstance(collator, ConversationCollator):
         return rows, None
     checks = Checks(
@@ -554,18 +556,20 @@ def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> in
     in_config = accelerator.gradient_accumulation_kwargs or {}
     if accelerator.split_batches or accelerator.dispatch_batches or "num_steps" in in_config:
         raise ValueError("accelerator_config would change the rows in a step. Leave it out.")
-    total = settings.global_batch_size
-    if total is None:
+    global_batch = settings.global_batch_size
+    if global_batch is None:
         return accumulation
     world_size = world_size or settings.world_size
-    rows = settings.per_device_train_batch_size
-    steps, rest = divmod(total, rows * world_size)
-    if rest or not steps:
-        product = f"per_device_train_batch_size {rows} x {world_size} process(es)"
-        raise ValueError(f"global_batch_size {total} is not a multiple of {product}. Change one.")
-    if accumulation not in (1, steps):
+    rows_in_pass = settings.per_device_train_batch_size
+    passes, remainder = divmod(global_batch, rows_in_pass * world_size)
+    if remainder or not passes:
+        product = f"per_device_train_batch_size {rows_in_pass} x {world_size} process(es)"
         raise ValueError(
-            f"gradient_accumulation_steps {accumulation} contradicts global_batch_size {total}. "
-            f"Leave gradient_accumulation_steps out: {steps} would be derived."
+            f"global_batch_size {global_batch} is not a multiple of {product}. Change one."
         )
-    return steps
+    if accumulation not in (1, passes):
+        raise ValueError(
+            f"gradient_accumulation_steps {accumulation} contradicts global_batch_size "
+            f"{global_batch}. Leave gradient_accumulation_steps out: {passes} would be derived."
+        )
+    return passes

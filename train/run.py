@@ -69,7 +69,7 @@ def train(
         dropped_before = read_dropped(dropped_rows)
         console.print(*dropped_before, sep="\n")
         try:
-            trainer.train(resume_from_checkpoint=resume and str(resume))
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             with writing_result(output):
                 trainer.save_state()
                 trainer.save_model(_internal_call=True)

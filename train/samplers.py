@@ -65,10 +65,10 @@ def passes_in_step(args: RunConfig, rows: Dataset) -> int:
     if args.max_steps > 0:
         epochs = ceil(args.max_steps / sampler.steps_of_epoch)
     sampler.grad_accum = 1
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for step in sampler.steps():
-            while sampler.most_tokens(step) > most_tokens:
+    for epoch_number in range(epochs):
+        sampler.set_epoch(epoch_number)
+        for step_rows in sampler.steps():
+            while sampler.most_tokens(step_rows) > most_tokens:
                 sampler.grad_accum += 1
     return sampler.grad_accum
 
@@ -107,9 +107,9 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
         heapq.heapreplace(open_passes, (tokens + lengths[position], number, rows))
     largest_first = sorted(open_passes, key=lambda entry: (-entry[0], entry[1]))
     passes_in_order = []
-    for turn, start in enumerate(range(0, passes, processes)):
-        simultaneous = [rows for _, _, rows in largest_first[start : start + processes]]
-        if turn % 2:
+    for round_number, first_pass in enumerate(range(0, passes, processes)):
+        simultaneous = [rows for _, _, rows in largest_first[first_pass : first_pass + processes]]
+        if round_number % 2:
             simultaneous.reverse()
         passes_in_order += simultaneous
     return passes_in_order
@@ -146,8 +146,8 @@ class BalancedSampler(BatchRebalanceSampler):
     def steps(self) -> Iterator[list[int]]:
         """Yields the rows of each optimizer step, over all processes."""
         row_order = list(islice(cycle(self.sampler), self.rows_of_epoch))
-        for start in range(0, self.rows_of_epoch, self.effective_batch_size):
-            yield row_order[start : start + self.effective_batch_size]
+        for first_row in range(0, self.rows_of_epoch, self.effective_batch_size):
+            yield row_order[first_row : first_row + self.effective_batch_size]
 
     def passes(self, rows: Sequence[int]) -> list[list[int]]:
         """Returns the rows of each pass of a step, over all processes."""

@@ -85,16 +85,16 @@ class RunConfig(NormAlignConfig):
 
     def settle(self, **values: Any) -> None:
         """Sets options to values that follow from others. They do not count as given."""
-        for name, value in values.items():
-            setattr(self, name, value)
+        for option, value in values.items():
+            setattr(self, option, value)
         self.settled = {**values_of(self), "hub_token": None}
 
     def to_give(self) -> NormAlignConfig:
         """Returns options for another run: the given ones, and those that changed since."""
         changes = {}
-        for name, value in values_of(self).items():
-            if name not in self.settled or value != self.settled[name]:
-                changes[name] = value
+        for option, value in values_of(self).items():
+            if option not in self.settled or value != self.settled[option]:
+                changes[option] = value
         return replace(self.given, **changes)
 
 
@@ -117,9 +117,9 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes that read have a core each
     given = replace(given)  # options that were set since it was made are checked too
     values = values_of(given)
-    for name, default in (stage_defaults(given) | machine_defaults(given)).items():
-        if values[name] is None:
-            values[name] = default
+    for option, default in (stage_defaults(given) | machine_defaults(given)).items():
+        if values[option] is None:
+            values[option] = default
     if given.early_stopping_patience is not None:  # a resumed run counts on
         values["restore_callback_states_from_checkpoint"] = True
     precision = choose_precision(given, values["use_cpu"])
@@ -182,8 +182,8 @@ def stage_defaults(given: NormAlignConfig) -> dict[str, Any]:
 
 def trackers(report_to: str | list[str] | None) -> list[str]:
     """Returns the names of trackers, one in each text. A word that means none becomes "none"."""
-    names = name_list(report_to or "none")
-    return ["none" if name.lower() in OFF else name for name in names]
+    tracker_names = name_list(report_to or "none")
+    return ["none" if tracker.lower() in OFF else tracker for tracker in tracker_names]
 
 
 def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:

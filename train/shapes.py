@@ -43,10 +43,10 @@ def peak_bytes(
         checkpointing: Whether gradients are checkpointed, by default as in the run.
         accumulates: Whether gradients of an earlier pass exist.
     """
-    args = trainer.args
+    settings = trainer.args
     model = trainer.model
     ledger = _Ledger()
-    half = torch.float16 if args.fp16 else torch.bfloat16
+    half_precision = torch.float16 if settings.fp16 else torch.bfloat16
     batch = {name: tensor.clone() for name, tensor in batch.items()}
     named_tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = {name: ledger.weight(tensor) for name, tensor in named_tensors}
@@ -64,7 +64,7 @@ def peak_bytes(
             images = batch["pixel_values"]
             batch["pixel_values"] = torch.empty(images.shape, dtype=images.dtype)
             ledger.move(batch["pixel_values"], BATCHES)
-        with torch.autocast("cpu", half, enabled=args.bf16 or args.fp16):
+        with torch.autocast("cpu", half_precision, enabled=settings.bf16 or settings.fp16):
             loss = trainer.compute_loss(model, batch)
         loss.backward()
     return ledger.parts
@@ -171,16 +171,16 @@ class _Ledger(TorchDispatchMode):
             result = _on_meta(func, args, kwargs, tensors)
         else:
             result = func(*args, **kwargs)
-        part = ACTIVATIONS
+        memory_part = ACTIVATIONS
         if func is aten._to_copy.default and _storage_of(args[0])._cdata in self._weights:
-            part = COPIES  # autocast's, of a weight
-        self._count(result, part)
+            memory_part = COPIES  # autocast's, of a weight
+        self._count(result, memory_part)
         kernel_bytes = 0
         if func.name() == "bitsandbytes::gemm_4bit":  # it dequantizes the weights inside
             kernel_bytes = args[0].element_size() * math.prod(args[2])
-        total = sum(self._live.values()) + kernel_bytes
-        if total > self._peak:
-            self._peak = total
+        total_bytes = sum(self._live.values()) + kernel_bytes
+        if total_bytes > self._peak:
+            self._peak = total_bytes
             self.parts = self._live + Counter({ACTIVATIONS: kernel_bytes})
         return result
 
@@ -198,9 +198,11 @@ class _Ledger(TorchDispatchMode):
             key = storage._cdata
             if key not in self._storages and key not in self._weights:
                 reference = weakref.ref(storage, partial(free, key))
-                size = storage.nbytes()
-                self._storages[key] = SimpleNamespace(part=part, size=size, reference=reference)
-                self._live[part] += size
+                storage_bytes = storage.nbytes()
+                self._storages[key] = SimpleNamespace(
+                    part=part, size=storage_bytes, reference=reference
+                )
+                self._live[part] += storage_bytes
 
 
 def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:

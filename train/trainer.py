@@ -208,9 +208,9 @@ class NormAlignTrainer(SFTTrainer):
         self.weights_in = loaded.weights_in
         self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
         self.record = training_record(plan, loaded, options)
-        name = loaded.model.name_or_path
-        self.build = read_record(name, BUILD_RECORD, loaded.commit)
-        self.notices = checkpoint_notices(self.build, name, loaded.commit)
+        model_name = loaded.model.name_or_path
+        self.build = read_record(model_name, BUILD_RECORD, loaded.commit)
+        self.notices = checkpoint_notices(self.build, model_name, loaded.commit)
         self.measurements = Measurements(loaded.settings)
         self.probe: Any = None
         self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps
@@ -314,14 +314,14 @@ class NormAlignTrainer(SFTTrainer):
             return self.optimizer
         modules = {}
         trained = set()
-        for name, parameter in (model or self.model).named_parameters():
-            modules[parameter] = module_of(name)
+        for parameter_name, parameter in (model or self.model).named_parameters():
+            modules[parameter] = module_of(parameter_name)
             if parameter.requires_grad:
                 trained.add(modules[parameter])
-        first = next((module for module in MODULES if module in trained), "")
+        first_module = next((module for module in MODULES if module in trained), "")
         # The optimizer's own rate is the rate of its first group. min_lr is a share of it.
-        rate = self.learning_rates.get(first, self.args.learning_rate)
-        with replaced(self.args, learning_rate=rate):
+        first_rate = self.learning_rates.get(first_module, self.args.learning_rate)
+        with replaced(self.args, learning_rate=first_rate):
             optimizer = super().create_optimizer(model)
         groups: list[dict[str, Any]] = []
         for group, module in product(optimizer.param_groups, MODULES):
@@ -330,7 +330,7 @@ class NormAlignTrainer(SFTTrainer):
                 groups.append(group | {"params": parameters, "lr": self.learning_rates[module]})
         # The Trainer logs the rate of the first group. A norm has no group with weight decay.
         for place, group in enumerate(groups):
-            if modules[group["params"][0]] == first:
+            if modules[group["params"][0]] == first_module:
                 groups.insert(0, groups.pop(place))
                 break
         optimizer.param_groups = groups
@@ -342,8 +342,8 @@ class NormAlignTrainer(SFTTrainer):
         # A loader that begins an epoch draws a number. Drawn from the common random state, it would
         # change dropout with the number of readers, with evaluations, and when a run is resumed.
         loader = super()._get_dataloader(*args, **kwargs)
-        own = getattr(loader, "base_dataloader", loader)
-        own.generator = torch.Generator().manual_seed(self.args.seed)
+        own_loader = getattr(loader, "base_dataloader", loader)
+        own_loader.generator = torch.Generator().manual_seed(self.args.seed)
         return loader
 
     def _get_train_sampler(self, train_dataset=None):
@@ -512,12 +512,12 @@ class NormAlignTrainer(SFTTrainer):
             losses, with_labels, others = reduce(self._evaluated, "sum").tolist()
         finally:
             self._evaluated = None
-        name = f"{metric_key_prefix}_loss"
-        if not others or name not in output.metrics:
+        loss_name = f"{metric_key_prefix}_loss"
+        if not others or loss_name not in output.metrics:
             return output
-        output.metrics[name] = float("nan")
+        output.metrics[loss_name] = float("nan")
         if with_labels:
-            output.metrics[name] = losses / with_labels
+            output.metrics[loss_name] = losses / with_labels
         # TRL has zeros for a batch without labels.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
@@ -630,12 +630,22 @@ class NormAlignTrainer(SFTTrainer):
         try:
             return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
-            words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
+            command_words = [
+                "normalign",
+                "publish",
+                folder,
+                "--repo-id",
+                repo_id,
+                "--revision",
+                revision,
+            ]
             if adapter:
-                words.append("--adapter")
-            kind = ValueError if isinstance(error, ValueError) else OSError
+                command_words.append("--adapter")
+            error_class = ValueError if isinstance(error, ValueError) else OSError
             result = f"The trained model is complete in {folder}."
-            raise kind(f"{error}\n{result} Once that is fixed: `{shlex.join(words)}`.") from error
+            raise error_class(
+                f"{error}\n{result} Once that is fixed: `{shlex.join(command_words)}`."
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # PEFT saves adapters. DeepSpeed gives an empty state if it does not gather weights.
@@ -664,14 +674,18 @@ class NormAlignTrainer(SFTTrainer):
         Frozen modules are written as they were read. They are on meta if an earlier save has their
         files.
         """
-        state = self.model.state_dict()
-        trained_names = [name for name in state if weights.module_of_file(name) not in frozen]
-        trained_state = {name: state[name] for name in trained_names}
+        model_state = self.model.state_dict()
+        trained_names = [
+            tensor_name
+            for tensor_name in model_state
+            if weights.module_of_file(tensor_name) not in frozen
+        ]
+        trained_state = {tensor_name: model_state[tensor_name] for tensor_name in trained_names}
         if self.unquantized is not None:
             layout = weights.stored_tensors(self.unquantized)
             frozen_files = set()
-            for file, names in weights.shards_of(layout).items():
-                if weights.module_of_file(names[0]) in frozen:
+            for file, tensor_names in weights.shards_of(layout).items():
+                if weights.module_of_file(tensor_names[0]) in frozen:
                     frozen_files.add(file)
             if frozen_files <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
                 self.unquantized.load_state_dict(trained_state, strict=False, assign=True)

@@ -38,7 +38,7 @@ class CosineProbe(TrainerCallback):
 
     def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
         self.steps = frozenset(steps)
-        self.batch = {name: value for name, value in batch.items() if name != "labels"}
+        self.batch = {name: tensor for name, tensor in batch.items() if name != "labels"}
         self._means: dict[str, float] = {}
 
     @classmethod
@@ -85,12 +85,12 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
     image_token = unwrapped.config.image_token_id
     positions = token_positions(input_ids, batch.get("attention_mask"), image_token)
     nowhere = torch.zeros_like(input_ids, dtype=torch.bool)
-    masks = torch.stack([positions.get(kind, nowhere).flatten() for kind in KINDS])
-    probe = DepthProbe(decoder_layers(unwrapped.model.language_model))
-    with torch.no_grad(), probe.watching(lambda: masks):
+    token_masks = torch.stack([positions.get(kind, nowhere).flatten() for kind in KINDS])
+    depth_probe = DepthProbe(decoder_layers(unwrapped.model.language_model))
+    with torch.no_grad(), depth_probe.watching(lambda: token_masks):
         model(**batch, use_cache=False, logits_to_keep=1)
     cosines: dict[str, list[float]] = {"visual": [], "text": []}
-    curves = probe.result().cosine
+    curves = depth_probe.result().cosine
     for kind in cosines.keys() & curves.keys():
         cosines[kind] = curves[kind].mean
     return cosines

@@ -134,15 +134,15 @@ class SampleCallback(TrainerCallback):
         for number, sample in enumerate(self.samples):
             with evaluating(model, args):
                 prompts = [sample.prompt]
-                [text] = answers(unwrapped, processing_class, prompts, self.max_new_tokens)
+                [answer] = answers(unwrapped, processing_class, prompts, self.max_new_tokens)
             question = _short(sample.question)
-            line = f"  {question}: {_short(text)} (true: {_short(sample.truth)})"
+            line = f"  {question}: {_short(answer)} (true: {_short(sample.truth)})"
             console.print(line, soft_wrap=True)
             entries.append(
                 {
                     "sample": number,
                     "question": sample.question,
-                    "answer": text,
+                    "answer": answer,
                     "truth": sample.truth,
                     "images": _write_images(sample, number, Path(args.output_dir)),
                 }

@@ -15,8 +15,8 @@ def write_step(file: Path, step: int, entries: Sequence[dict[str, Any]]) -> None
     Lines of this step or later ones are from before a run was resumed. They are dropped.
     """
     lines = read_lines_before(file, step)
-    for entry in entries:
-        lines.append(json.dumps({"step": step, **entry}, ensure_ascii=False))
+    for step_entry in entries:
+        lines.append(json.dumps({"step": step, **step_entry}, ensure_ascii=False))
     content = "\n".join(lines) + "\n"
     with atomic_write(file) as partial:
         partial.write_text(content, encoding="utf-8", errors="replace")

@@ -34,8 +34,8 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     folder = Path(checkpoint)
     if not is_complete(folder):
         return [f"{STATE} (the last file that is written)"]
-    saved = {path.name for path in folder.glob("rng_state*.pth")}
-    if not saved:
+    saved_names = {state_path.name for state_path in folder.glob("rng_state*.pth")}
+    if not saved_names:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
     missing = []
     if not (folder / "latest").exists():  # DeepSpeed's, with the states of all
@@ -48,11 +48,11 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     needed = {f"rng_state_{rank}.pth" for rank in range(world_size)}
     if world_size == 1:
         needed = {"rng_state.pth"}
-    if saved != needed:
-        missing.append(f"random states of {world_size} process(es) (it has {len(saved)})")
-    for path in state_files(folder):
-        if not is_zipfile(path):  # such a file lists its contents at its end
-            missing.append(f"a whole {path.name} (it is damaged)")
+    if saved_names != needed:
+        missing.append(f"random states of {world_size} process(es) (it has {len(saved_names)})")
+    for state_path in state_files(folder):
+        if not is_zipfile(state_path):  # such a file lists its contents at its end
+            missing.append(f"a whole {state_path.name} (it is damaged)")
     return missing
 
 
@@ -307,9 +307,9 @@ def after_stop(output: Path, world_size: int, step: int) -> str:
         return "Nothing was trained."
     record = _training_record(output)
     last_step = record.get("steps_done")
-    best = record.get("best")
-    if best:  # the weights are from an earlier step
-        last_step = best.get("of_steps", last_step)
+    best_record = record.get("best")
+    if best_record:  # the weights are from an earlier step
+        last_step = best_record.get("of_steps", last_step)
     if last_step == step:
         return f"The trained model is complete in {output}."
     fact = f"Step {step} was done."

@@ -61,19 +61,19 @@ def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, i
     Files of frozen modules are written once, or not at all if the folders `weights_in` hold them.
     """
     whole_tensors = {}  # ZeRO-3 leaves empty tensors behind. They know their shapes.
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for tensor_name, tensor in model.state_dict(keep_vars=True).items():
         shape = getattr(tensor, "ds_shape", tensor.shape)
-        whole_tensors[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        whole_tensors[tensor_name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     layout = stored.stored_tensors(model, whole_tensors)
     frozen = frozen_modules(model)
     linked = stored.unchanged_files(layout, frozen, weights_in)
     in_each_checkpoint = 0
     written_once = 0
-    for file, names in stored.shards_of(layout).items():
+    for file, tensor_names in stored.shards_of(layout).items():
         if file in linked:
             continue
-        file_bytes = sum(layout[name].nbytes for name in names)
-        if stored.module_of_file(names[0]) in frozen:
+        file_bytes = sum(layout[tensor_name].nbytes for tensor_name in tensor_names)
+        if stored.module_of_file(tensor_names[0]) in frozen:
             written_once += file_bytes
         else:
             in_each_checkpoint += file_bytes

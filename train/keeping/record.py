@@ -61,7 +61,7 @@ ALWAYS_RECORDED = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 """Libraries whose versions are recorded."""
 
-_EMPTY = (None, [], {})  # values that say no more than a missing key
+_EMPTY: tuple[Any, ...] = (None, [], {})  # values that say no more than a missing key
 
 
 def training_record(
@@ -80,13 +80,13 @@ def training_record(
     """
     model = loaded.model
     args = loaded.settings
-    versions = {name: version(name) for name in LIBRARIES}
+    versions = {library: version(library) for library in LIBRARIES}
     versions["normalign_llava"] = __version__
     quantization = getattr(model.config, "quantization_config", None)
     return {
         "stage": args.stage,
         "arm": arm_of(model.config),
-        "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
+        "config_changes": {library: getattr(model.config, library) for library in ARM_FIELDS},
         "learning_rates": plan.learning_rates,
         "options": _recorded_options(loaded, more_options),
         "processes": args.world_size,
@@ -165,9 +165,9 @@ def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
     default = AcceleratorConfig()
     changes = {}
     for field_name, is_compared in OF_ACCELERATOR.items():
-        value = getattr(config, field_name)
-        if is_compared and value != getattr(default, field_name):
-            changes[field_name] = _plain(value)
+        field_value = getattr(config, field_name)
+        if is_compared and field_value != getattr(default, field_name):
+            changes[field_name] = _plain(field_value)
     return changes
 
 
@@ -186,22 +186,22 @@ def _changes_of_adapters(config: LoraConfig | None) -> dict[str, Any] | None:
     default = LoraConfig()
     ignored_fields = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
     changes = {}
-    for field_name, value in vars(config).items():
-        if field_name not in ignored_fields and value != getattr(default, field_name, None):
-            changes[field_name] = _plain(value)
+    for field_name, field_value in vars(config).items():
+        if field_name not in ignored_fields and field_value != getattr(default, field_name, None):
+            changes[field_name] = _plain(field_value)
     return changes
 
 
 def _plain(value: Any) -> Any:
     """Returns a value as JSON. An object that JSON does not have becomes None."""
     if isinstance(value, set):
-        return sorted(_plain(entry) for entry in value)
+        return sorted(_plain(list_entry) for list_entry in value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain(list_entry) for key, list_entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_plain(list_entry) for list_entry in value]
     if isinstance(value, str):
         return _without_folders(value)
     if isinstance(value, int | float):
@@ -245,16 +245,16 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
     All processes must call this together.
     """
-    index = None
+    device_index = None
     if device.type in ("cuda", "xpu"):
-        index = device.index
-        name = torch.get_device_module(device).get_device_name(device)
+        device_index = device.index
+        device_name = torch.get_device_module(device).get_device_name(device)
     else:
-        name = _processor_name()
-    devices = set(gather_object([(platform.node(), index, name)]))
-    names = {name for _, _, name in devices}
+        device_name = _processor_name()
+    devices = set(gather_object([(platform.node(), device_index, device_name)]))
+    device_names = {device_name for _, _, device_name in devices}
     machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
-    return {"devices": sorted(names), "count": len(devices), "machine": machine}
+    return {"devices": sorted(device_names), "count": len(devices), "machine": machine}
 
 
 def _processor_name() -> str:

@@ -51,9 +51,9 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
 def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
     """Returns the parameters of each module, how many are trained, dtypes and learning rate."""
     full_names = {"vision": "vision tower", "language": "language model"}
-    rows: dict[str, dict[str, Any]] = {}
+    module_rows: dict[str, dict[str, Any]] = {}
     for module in (*learning_rates, "adapters"):
-        rows[module] = {
+        module_rows[module] = {
             "module": full_names.get(module, module),
             "parameters": 0,
             "trained": 0,
@@ -64,19 +64,19 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
         if ".original_module." in parameter_name:  # PEFT's untrained copies
             continue
         module = module_of(parameter_name)
-        row = rows["adapters" if ".lora_" in parameter_name else module]
+        module_row = module_rows["adapters" if ".lora_" in parameter_name else module]
         count = parameter_count(parameter)
         dtype_name = str(parameter.dtype).removeprefix("torch.")
         if type(parameter).__name__ == "Params4bit":
             dtype_name = parameter.quant_type
-        row["parameters"] += count
-        row["dtypes"][dtype_name] += count
+        module_row["parameters"] += count
+        module_row["dtypes"][dtype_name] += count
         if parameter.requires_grad:
-            row["trained"] += count
-            row["learning_rate"] = learning_rates[module]
-    for row in rows.values():
-        row["dtypes"] = [dtype_name for dtype_name, _ in row["dtypes"].most_common()]
-    return [row for row in rows.values() if row["parameters"]]
+            module_row["trained"] += count
+            module_row["learning_rate"] = learning_rates[module]
+    for module_row in module_rows.values():
+        module_row["dtypes"] = [dtype_name for dtype_name, _ in module_row["dtypes"].most_common()]
+    return [module_row for module_row in module_rows.values() if module_row["parameters"]]
 
 
 @dataclass(frozen=True)
@@ -129,29 +129,29 @@ class RunSummary(Printed):
 
 def _module_rows(modules: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Returns a table's rows for the modules, and a last row for all of them."""
-    rows = []
+    module_rows = []
     for module in modules:
         learning_rate = "frozen"
         if module["trained"]:
             learning_rate = f"{module['learning_rate']:g}"
         counts = [f"{module['parameters']:,}", f"{module['trained']:,}"]
-        rows.append([module["module"], *counts, " + ".join(module["dtypes"]), learning_rate])
+        module_rows.append([module["module"], *counts, " + ".join(module["dtypes"]), learning_rate])
     parameters = sum(module["parameters"] for module in modules)
     trained = sum(module["trained"] for module in modules)
-    rows.append(["all", f"{parameters:,}", f"{trained:,}"])
-    return rows
+    module_rows.append(["all", f"{parameters:,}", f"{trained:,}"])
+    return module_rows
 
 
 def _data_row(source: dict[str, Any]) -> list[str]:
     """Returns a table's row for a data set."""
-    row = [Path(source["source"]).name, source["split"]]
+    cells = [Path(source["source"]).name, source["split"]]
     for name in ("found", "bad", "too_long", "used", "images"):
         count = source[name]
-        row.append("" if count is None else f"{count:,}")
+        cells.append("" if count is None else f"{count:,}")
     tokens = "streamed"
     if source["longest"] is not None:
         tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-    return [*row, tokens]
+    return [*cells, tokens]
 
 
 def _run_in_words(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
@@ -166,13 +166,13 @@ def _run_in_words(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
         precision += f" ({facts['precision_because']})"
     disk = facts["disk"]
     checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    free = gib(stored.free_space(output_dir))
+    free_space = gib(stored.free_space(output_dir))
     return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided} {passes}",
         "Steps": f"{facts['steps']:,}, {facts['warmup_steps']:,} of them warm-up",
         "Autocast": precision,
-        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free} are free",
+        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free_space} are free",
     }
 
 
@@ -188,8 +188,8 @@ def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
+    for cells in rows:
+        table.add_row(*map(Text, cells))
     return table
 
 

@@ -94,16 +94,16 @@ def language_adapter(
 def _check_supported(config: LoraConfig) -> None:
     """Raises ValueError if a field is set that is not in `OPTIONS`, or to another of `VALUES`."""
     refused = []
-    for field, default in sorted(vars(LoraConfig()).items()):
-        value = getattr(config, field)
-        if field in VALUES:
-            is_supported = value in VALUES[field]
-        elif field == "lora_alpha":  # 0 would make adapters without effect
-            is_supported = bool(value)
+    for field_name, default in sorted(vars(LoraConfig()).items()):
+        field_value = getattr(config, field_name)
+        if field_name in VALUES:
+            is_supported = field_value in VALUES[field_name]
+        elif field_name == "lora_alpha":  # 0 would make adapters without effect
+            is_supported = bool(field_value)
         else:
-            is_supported = field in OPTIONS or value == default
+            is_supported = field_name in OPTIONS or field_value == default
         if not is_supported:
-            refused.append(f"{field} {value!r}")
+            refused.append(f"{field_name} {field_value!r}")
     if refused:
         settings = ", ".join(refused)
         raise ValueError(
@@ -167,12 +167,14 @@ def check_quantized(
         )
     if adapters is None or not adapters.modules_to_save:
         return
-    saved = tuple(adapters.modules_to_save)
-    for path, module in on_meta(config).named_modules():
-        is_saved = path.startswith("model.language_model") and path.endswith(saved)
+    saved_modules = tuple(adapters.modules_to_save)
+    for module_path, module in on_meta(config).named_modules():
+        is_saved = module_path.startswith("model.language_model") and module_path.endswith(
+            saved_modules
+        )
         if is_saved and any(isinstance(layer, nn.Linear) for layer in module.modules()):
             raise ValueError(
-                f"modules_to_save names {path}. It would be quantized. Use target_modules."
+                f"modules_to_save names {module_path}. It would be quantized. Use target_modules."
             )
 
 
@@ -214,11 +216,11 @@ def check_effect(
 
 def linear_layers(model: nn.Module) -> list[str]:
     """Returns the names of the language model's linear layers, without their paths."""
-    names = set()
-    for path, module in model.model.language_model.named_modules():
+    layer_names = set()
+    for module_path, module in model.model.language_model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
-            names.add(path.rpartition(".")[2])
-    return sorted(names)
+            layer_names.add(module_path.rpartition(".")[2])
+    return sorted(layer_names)
 
 
 def _adapted(config: LoraConfig, paths: Sequence[str], **changes: Any) -> list[str]:
@@ -235,7 +237,7 @@ def _idle_targets(
 
     Yields the layers in `layers_to_transform` without an adapter too.
     """
-    changes = {}
+    changes: dict[str, dict[str, Any]] = {}
     if not isinstance(targets, str):
         changes = {name: {"target_modules": {name}} for name in sorted(targets)}
     elif "(?" not in targets:  # a pattern that looks ahead may leave its words out
@@ -257,13 +259,13 @@ def _idle_targets(
 def _idle_modules(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> Iterator[str]:
     """Yields the names in `exclude_modules` and `modules_to_save` that match no module."""
     modules = dict(model.named_modules())
-    leaves = [path for path, module in modules.items() if not list(module.children())]
-    for name, pattern in excluded.items():
+    leaves = [module_path for module_path, module in modules.items() if not list(module.children())]
+    for module_name, pattern in excluded.items():
         if not any(re.fullmatch(pattern, leaf) for leaf in leaves):
-            yield name
-    for name in config.modules_to_save or ():
-        if not any(path.endswith(name) for path in modules):
-            yield name
+            yield module_name
+    for module_name in config.modules_to_save or ():
+        if not any(module_path.endswith(module_name) for module_path in modules):
+            yield module_name
 
 
 def _idle_tokens(

@@ -214,13 +214,13 @@ def frozen_dtype(config: NormAlignLlavaConfig, settings: RunConfig) -> str:
         return "float32"  # DeepSpeed makes all that it divides float32 while it is loaded
     autocast = autocast_dtype(settings)
     init_kwargs = settings.model_init_kwargs or {}
-    dtype = init_kwargs.get("dtype")
-    if dtype in (None, "auto"):
+    given_dtype = init_kwargs.get("dtype")
+    if given_dtype in (None, "auto"):
         stored_dtype = str(config.dtype or config.get_text_config().dtype)
         if stored_dtype.removeprefix("torch.") == autocast:
             return autocast
         return "float32"
-    name = str(dtype).removeprefix("torch.")
+    name = str(given_dtype).removeprefix("torch.")
     if autocast and name in {"bfloat16", "float16"} - {autocast}:
         raise ValueError(
             f"dtype {name} and steps in {autocast} do not mix. Use --dtype {autocast}, or float32."

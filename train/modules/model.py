@@ -54,22 +54,24 @@ def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
     """Makes only the modules with a learning rate trainable. Layers under adapters stay frozen."""
     has_adapters = isinstance(model, PeftModel)
-    for name, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         if not parameter.is_floating_point():  # packed 4-bit weights
             continue
         may_train = parameter.requires_grad or not has_adapters
-        parameter.requires_grad_(may_train and learning_rates[module_of(name)] > 0)
+        parameter.requires_grad_(may_train and learning_rates[module_of(parameter_name)] > 0)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are trained, by name."""
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def frozen_modules(model: nn.Module) -> set[str]:
     """Returns the modules without a trained parameter, as their files of weights are called."""
-    modules = {module_of_file(name) for name, _ in model.named_parameters()}
-    trained = {module_of_file(name) for name in trained_parameters(model)}
+    modules = {module_of_file(parameter_name) for parameter_name, _ in model.named_parameters()}
+    trained = {module_of_file(parameter_name) for parameter_name in trained_parameters(model)}
     return modules - trained
 
 

@@ -25,7 +25,7 @@ def train_in_float32(model: nn.Module) -> None:
     base_model(model).model.multi_modal_projector.register_forward_pre_hook(
         lambda module, inputs: _cast(inputs, module.linear_1)
     )
-    for name, module in model.named_modules():
+    for module_name, module in model.named_modules():
         if not isinstance(module, ModulesToSaveWrapper):
             continue
         if not is_float32:  # TRL rounds PEFT's copy on a quantized base
@@ -33,7 +33,7 @@ def train_in_float32(model: nn.Module) -> None:
             original_parameters = module.original_module.parameters()
             for copied, original in zip(copied_parameters, original_parameters, strict=True):
                 copied.data = original.to(copied.device, torch.float32, copy=True)
-        if module_of(f"{name}.") == "language":
+        if module_of(f"{module_name}.") == "language":
             module.register_forward_pre_hook(
                 lambda module, *inputs: _cast(inputs, module.modules_to_save), with_kwargs=True
             )

@@ -78,9 +78,9 @@ def sharding() -> str:
 
 def zero_stage() -> int:
     """Returns the stage of ZeRO that divides as much as this run does."""
-    state = AcceleratorState()
-    if state.distributed_type == DistributedType.DEEPSPEED:
-        return state.deepspeed_plugin.zero_stage
-    if state.distributed_type == DistributedType.FSDP:
+    accelerator_state = AcceleratorState()
+    if accelerator_state.distributed_type == DistributedType.DEEPSPEED:
+        return accelerator_state.deepspeed_plugin.zero_stage
+    if accelerator_state.distributed_type == DistributedType.FSDP:
         return 3
     return 0

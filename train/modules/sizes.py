@@ -47,19 +47,19 @@ def static_bytes(
         args: The options of the run.
         optimizer: A class and its arguments, in place of `args.optim`.
     """
-    sizes = dict.fromkeys((PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
+    bytes_by_part = dict.fromkeys((PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        part = ADAPTERS if ".lora_" in name else PARAMETERS
-        sizes[part] += tensor_bytes(tensor)
+    for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        part = ADAPTERS if ".lora_" in tensor_name else PARAMETERS
+        bytes_by_part[part] += tensor_bytes(tensor)
     trained = list(trained_parameters(model).values())
     for parameter in trained:
-        sizes[GRADIENTS] += tensor_bytes(parameter)
+        bytes_by_part[GRADIENTS] += tensor_bytes(parameter)
         if zero_stage() in (1, 2):
-            sizes[OPTIMIZER] += 4 * parameter_count(parameter)
-    sizes[OPTIMIZER] += optimizer_bytes(trained, args, optimizer, embeddings)
+            bytes_by_part[OPTIMIZER] += 4 * parameter_count(parameter)
+    bytes_by_part[OPTIMIZER] += optimizer_bytes(trained, args, optimizer, embeddings)
     shares = memory_shares(args)
-    return {part: int(size * shares[part]) for part, size in sizes.items()}
+    return {part: int(size * shares[part]) for part, size in bytes_by_part.items()}
 
 
 def memory_shares(args: TrainingArguments) -> dict[str, float]:
@@ -86,11 +86,13 @@ def optimizer_bytes(
     bitsandbytes' are counted by its rules. Any other optimizer takes a step on tensors without
     values. If it cannot, it counts as AdamW, with two states of each parameter's size.
     """
-    name = args.optim.value
+    optimizer_name = args.optim.value
     if optimizer is not None:
-        name = optimizer[0].__name__.lower()
-    if "8bit" in name or "32bit" in name:
-        return sum(_bitsandbytes_state(name, tensor, tensor in embeddings) for tensor in trained)
+        optimizer_name = optimizer[0].__name__.lower()
+    if "8bit" in optimizer_name or "32bit" in optimizer_name:
+        return sum(
+            _bitsandbytes_state(optimizer_name, tensor, tensor in embeddings) for tensor in trained
+        )
     state_bytes = None
     with suppress(Exception):  # an optimizer may need a model, values, or a GPU
         cls, arguments = optimizer or Trainer.get_optimizer_cls_and_kwargs(args)
@@ -109,9 +111,11 @@ def _states_of_step(
     and the state of each is as large. Optimizers that read values fail in the step. Then the states
     that exist so far are counted, or None is returned if a parameter has none.
     """
-    alike = Counter((getattr(tensor, "ds_shape", tensor.shape), tensor.dtype) for tensor in trained)
+    counts_of_kinds = Counter(
+        (getattr(tensor, "ds_shape", tensor.shape), tensor.dtype) for tensor in trained
+    )
     parameters = []
-    for shape, dtype in alike:
+    for shape, dtype in counts_of_kinds:
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         parameter.grad = torch.empty_like(parameter)
         parameters.append(parameter)
@@ -123,7 +127,7 @@ def _states_of_step(
         if len(optimizer.state) < len(parameters):
             return None
     state_bytes = 0
-    for parameter, count in zip(parameters, alike.values(), strict=True):
+    for parameter, count in zip(parameters, counts_of_kinds.values(), strict=True):
         for state in optimizer.state[parameter].values():
             if isinstance(state, Tensor) and state.dim():
                 state_bytes += count * state.nbytes
@@ -132,15 +136,15 @@ def _states_of_step(
 
 def _bitsandbytes_state(name: str, parameter: Tensor, embedding: bool) -> int:
     """Returns the bytes of the states that an optimizer of bitsandbytes keeps of a parameter."""
-    count = parameter_count(parameter)
+    parameters = parameter_count(parameter)
     states = 2
-    for kind, number in STATES.items():
-        if kind in name:
+    for optimizer_kind, number in STATES.items():
+        if optimizer_kind in name:
             states = number
             break
-    if "8bit" in name and count >= 4096 and not embedding:  # small tensors stay in 32 bits
-        return states * (count + 4 * math.ceil(count / 256))
-    return states * 4 * count
+    if "8bit" in name and parameters >= 4096 and not embedding:  # small tensors stay in 32 bits
+        return states * (parameters + 4 * math.ceil(parameters / 256))
+    return states * 4 * parameters
 
 
 def parameter_count(parameter: Tensor) -> int:
