@@ -16,7 +16,14 @@ from ..assembly.processing import settle
 from ..checkpoint.untrusted import loading
 from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import decode_image
-from ..data.rows.parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
+from ..data.rows.parse import (
+    BadRow,
+    DroppedRow,
+    DroppedRows,
+    ParsedRow,
+    control_tokens,
+    parse_row,
+)
 from .keeping.skipped import SkippedRows
 
 
@@ -75,7 +82,7 @@ class ConversationCollator:
                 "Build the checkpoint with `normalign build --chat-template FILE`."
             )
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, examples: list[ParsedRow]) -> dict[str, Tensor]:
         """Returns ids, mask and labels `(rows, tokens)`, padded on the right, and `pixel_values`.
 
         Rows may have any form of docs/data.md, also with PIL images. The trainer's are parsed.
@@ -118,7 +125,7 @@ class ConversationCollator:
         counts = np.where(is_image, self._tokens_per_image, 1)
         return torch.from_numpy(np.repeat(values.numpy(), counts))
 
-    def _parsed(self, example: dict[str, Any], number: int) -> dict[str, Any]:
+    def _parsed(self, example: dict[str, Any], number: int) -> ParsedRow:
         """Returns a row in parsed form. Errors name its `number` in the batch."""
         if example.keys() >= _PARSED:
             return example
@@ -131,7 +138,7 @@ class ConversationCollator:
             raise BadRow(f"{name}, row {number} of its batch: {error}") from error
         return {**row, "source": name, "row": number}
 
-    def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+    def _encoded(self, examples: list[ParsedRow]) -> list[tuple[Tensor, Tensor]]:
         """Returns ids and labels `(T,)` of each row, with one image token for each image."""
         encoded = self.processor.tokenizer.apply_chat_template(
             [_messages(example) for example in examples],
@@ -146,7 +153,7 @@ class ConversationCollator:
             rows.append((ids, torch.where(torch.tensor(mask) == 1, ids, _IGNORED)))
         return rows
 
-    def _opened_images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
+    def _opened_images(self, example: ParsedRow) -> tuple[list[Image.Image], bool]:
         """Opens the row's images. Returns them, white for bad ones, and whether one was bad.
 
         Raises BadRow if more rows are bad than may be skipped.
@@ -178,7 +185,7 @@ class ConversationCollator:
                 "skipped. Fix it, or use `normalign train --bad_rows skip`."
             ) from error
 
-    def _remove_labels(self, labels: Tensor, example: dict[str, Any], has_bad_image: bool) -> None:
+    def _remove_labels(self, labels: Tensor, example: ParsedRow, has_bad_image: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""
         is_label = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int()
         edges = is_label.diff().nonzero().flatten().tolist()
@@ -208,7 +215,7 @@ def blank_image(processor: LlavaProcessor) -> Tensor:
     return torch.zeros_like(processed["pixel_values"])
 
 
-def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(example: ParsedRow) -> list[dict[str, Any]]:
     """Returns the messages, without the empty texts that Arrow gives image parts."""
     messages = []
     for message in example["messages"]:

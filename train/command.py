@@ -29,8 +29,11 @@ CONFIGS = Path(__file__).parent / "accelerate_configs"
 USAGE = "normalign train RECIPE [--option value ...]"
 NO_MODEL = "Check the path, or make it with `normalign build` or the stage before."
 
-PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
-PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
+PACKAGES = {
+    "load_in_4bit": ("bitsandbytes", "qlora"),
+    "load_in_8bit": ("bitsandbytes", "qlora"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+}
 """Options that need a package, and the extra that has it."""
 
 OFF = ("none", "false", "no", "off", "f", "n", "0")

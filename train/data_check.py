@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -14,6 +13,7 @@ from rich.text import Text
 from ..checkpoint.opening import open_checkpoint
 from ..data.rows import checks
 from ..data.rows.forms import MARKER
+from ..data.rows.parse import ParsedRow
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
@@ -173,7 +173,7 @@ def _examples_of_number(
     return examples
 
 
-def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Example:
+def _example(row: ParsedRow, collator: ConversationCollator | None) -> Example:
     title = f"{Path(row['source']).name}, row {row['row']}"
     file_names = [Path(image["path"]).name for image in row["images"] if image["path"]]
     if file_names:
@@ -187,8 +187,8 @@ def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Exam
     return Example(title, pieces(token_ids, labels, collator.processor))
 
 
-def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:
-    """The turns of a row, a line each, in pieces that are learned or not."""
+def _turns(row: ParsedRow) -> list[tuple[str, bool]]:
+    """Returns the turns of a row, a line each, in pieces that are learned or not."""
     turn_pieces = []
     learned = iter(row["learned"])
     for message in row["messages"]:

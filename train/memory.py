@@ -65,7 +65,7 @@ class MemoryEstimate(Printed):
         return f"{'Fits' if self.fits else 'Does not fit'}: {size_in_words}."
 
     def renderable(self) -> Group:
-        """What `rich` and a notebook show."""
+        """Returns the table for `rich` and notebooks, and the verdict."""
         bytes_by_part = {**self.parts, "all": self.total}
         table_rows = [[part, gib(size)] for part, size in bytes_by_part.items()]
         table = titled_table("Memory", [self.batch, "at the peak of a step"], table_rows)

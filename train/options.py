@@ -14,18 +14,34 @@ from .command import ModelOptions, TrainingOptions, check_refused, names_in
 
 
 STAGES: dict[str, dict[str, Any]] = {
-    "align": dict(learning_rate=1e-3, vision_learning_rate=0.0, language_learning_rate=0.0),
-    "tune": dict(learning_rate=1e-5, vision_learning_rate=2e-6),
+    "align": {
+        "learning_rate": 1e-3,
+        "vision_learning_rate": 0.0,
+        "language_learning_rate": 0.0,
+        "global_batch_size": 256,
+        "per_device_train_batch_size": 2,
+    },
+    "tune": {
+        "learning_rate": 1e-5,
+        "vision_learning_rate": 2e-6,
+        "global_batch_size": 128,
+        "per_device_train_batch_size": 1,
+    },
 }
-STAGES["align"] |= dict(global_batch_size=256, per_device_train_batch_size=2)
-STAGES["tune"] |= dict(global_batch_size=128, per_device_train_batch_size=1)
 """Defaults of the paper's two stages (appendix E)."""
 
 WITH_ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
 """Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
-BOTH_STAGES: dict[str, Any] = dict(num_train_epochs=1.0, lr_scheduler_type="cosine", seed=42)
-BOTH_STAGES |= dict(warmup_steps=0.03, weight_decay=0.0, save_steps=0.1, save_total_limit=2)
+BOTH_STAGES: dict[str, Any] = {
+    "num_train_epochs": 1.0,
+    "lr_scheduler_type": "cosine",
+    "seed": 42,
+    "warmup_steps": 0.03,
+    "weight_decay": 0.0,
+    "save_steps": 0.1,
+    "save_total_limit": 2,
+}
 """Defaults of both stages. Steps below 1 are a share of all."""
 
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
@@ -43,9 +59,15 @@ PATHS = (
 MODULES = ("vision", "projector", "norm", "language")
 """Parts of the model with a learning rate of their own."""
 
-LEAST = {"per_device_train_batch_size": 1, "global_batch_size": 1, "learning_rate": 0}
-LEAST |= {f"{module}_learning_rate": 0 for module in MODULES}
-LEAST |= {"probe_rows": 1, "sample_count": 0, "sample_max_new_tokens": 1}
+LEAST = {
+    "per_device_train_batch_size": 1,
+    "global_batch_size": 1,
+    "learning_rate": 0,
+    **{f"{module}_learning_rate": 0 for module in MODULES},
+    "probe_rows": 1,
+    "sample_count": 0,
+    "sample_max_new_tokens": 1,
+}
 """The least value of numbers that no library checks."""
 
 

@@ -11,7 +11,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
-from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
@@ -29,6 +28,7 @@ from .collator import ConversationCollator
 from .command import NO_MODEL
 from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
+from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
 from .samplers import passes_in_step, rows_in_step
 from .settings import Precision, RunConfig, best_metric, check_fsdp, complete
@@ -112,7 +112,7 @@ class Plan:
     learning_rates: dict[str, float]
     model: OpenedModel
     data: CheckedData
-    optimizer: tuple[type[Optimizer], dict[str, Any]] | None
+    optimizer: OptimizerClass | None
 
     def trainer_config(self) -> RunConfig:
         """Returns a copy of the options that TRL's trainer may change."""
@@ -126,7 +126,7 @@ def prepare(
     model: GivenModel,
     data: GivenData,
     *,
-    optimizer: tuple[type[Optimizer], dict[str, Any]] | None = None,
+    optimizer: OptimizerClass | None = None,
     has_metrics: bool = False,
 ) -> Plan:
     """Checks everything that can be checked before weights are loaded, and plans the run.
@@ -330,8 +330,7 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
         raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
     check_architecture(checkpoint.model_type, checkpoint.name)
     suffixes = {file.suffix for file in folder.glob("*model*")}
-    has_weights = bool(suffixes & {".safetensors", *PICKLES})
-    if has_weights or not settings.dry_run:
+    if not settings.dry_run or suffixes & {".safetensors", *PICKLES}:
         checkpoint.weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
     return checkpoint
 

@@ -152,46 +152,45 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
         trainer: The trainer whose step does not fit.
         make: Makes a trainer with further words on the command line.
     """
-    changes = possible_changes(trainer)
-    for words in changes:
-        with suppress(ValueError, ImportError):  # options that do not go together
-            estimate = make(words).estimate_memory()
-            if estimate.fits:
-                return f"Would fit: {' '.join(words)}. {estimate.verdict}"
     tried = ""
-    if changes:
-        tried = f", not even {' '.join(changes[-1])}"
+    for options in possible_changes(trainer):
+        with suppress(ValueError, ImportError):  # options that do not go together
+            estimate = make(options.split()).estimate_memory()
+            if estimate.fits:
+                return f"Would fit: {options}. {estimate.verdict}"
+        tried = f", not even {options}"
     return f"Nothing that was tried fits{tried}. Fewer tokens may fit: lower --max_length."
 
 
-def possible_changes(trainer: NormAlignTrainer) -> list[list[str]]:
-    """Returns words that make a step take less memory, from small changes to large ones."""
+def possible_changes(trainer: NormAlignTrainer) -> list[str]:
+    """Returns options that make a step take less memory, from small changes to large ones."""
     args = trainer.args
     changes = []
-    rows = args.per_device_train_batch_size // 2
-    while rows:
-        changes.append(["--per_device_train_batch_size", str(rows)])
-        rows //= 2
-    one_row = changes[-1] if changes else []
+    rows_in_pass = args.per_device_train_batch_size // 2
+    while rows_in_pass:
+        changes.append(f"--per_device_train_batch_size {rows_in_pass}")
+        rows_in_pass //= 2
+    one_row = changes[-1] if changes else ""
 
-    checkpointing = ["--gradient_checkpointing", "true"]
+    checkpointing = "--gradient_checkpointing true"
     if args.gradient_checkpointing:
-        checkpointing = []
-    adapters = ["--use_peft", "true"]
+        checkpointing = ""
+    adapters = "--use_peft true"
     if isinstance(trainer.model, PeftModel) or not trainer.learning_rates["language"]:
-        adapters = []
-    half = ["--dtype", "bfloat16"]
+        adapters = ""
+    half_precision = "--dtype bfloat16"
     if args.model_init_kwargs["dtype"] != "float32":
-        half = []
-    in_4_bits = [*adapters, "--load_in_4bit", "true", *half]
+        half_precision = ""
+    in_4_bits = f"{adapters} --load_in_4bit true {half_precision}"
     is_in_4_bits = getattr(base_model(trainer.model), "is_loaded_in_4bit", False)
     if is_in_4_bits or find_spec("bitsandbytes") is None:
-        in_4_bits = []
-    smaller_model = adapters or half
-    everything = [*checkpointing, *(in_4_bits or smaller_model)]
+        in_4_bits = ""
+    smaller_model = adapters or half_precision
+    everything = f"{checkpointing} {in_4_bits or smaller_model}"
 
     for change in (checkpointing, smaller_model, in_4_bits, everything):
-        for words in (change, [*change, *one_row]):
-            if change and words not in changes:
-                changes.append(words)
+        for words in (change.split(), f"{change} {one_row}".split()):
+            options = " ".join(words)
+            if change.strip() and options not in changes:
+                changes.append(options)
     return changes

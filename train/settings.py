@@ -123,17 +123,18 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     if given.early_stopping_patience is not None:  # a resumed run counts on
         values["restore_callback_states_from_checkpoint"] = True
     precision = choose_precision(given, values["use_cpu"])
-    values["bf16"] = precision.bf16
-    values["fp16"] = precision.fp16
-    values["report_to"] = trackers(given.report_to)
-    values["padding_free"] = given.padding_free or given.packing
-    values["hub_token"] = (given.hub_token or "").strip() or None  # YAML may add a line break
-    # The filter hides bad steps from the log, and waits for the device at every batch.
-    values["logging_nan_inf_filter"] = given.bad_steps == "skip"
+    values.update(
+        bf16=precision.bf16,
+        fp16=precision.fp16,
+        report_to=trackers(given.report_to),
+        padding_free=given.padding_free or given.packing,
+        hub_token=(given.hub_token or "").strip() or None,  # YAML may add a line break
+        # The filter hides bad steps from the log, and waits for the device at every batch.
+        logging_nan_inf_filter=given.bad_steps == "skip",
+    )
 
-    given_without_token = replace(given)
-    given_without_token.hub_token = None
-    settings = RunConfig(**values, given=given_without_token)
+    given.hub_token = None
+    settings = RunConfig(**values, given=given)
     if settings.deepspeed_plugin is not None:
         check_deepspeed(settings.deepspeed_plugin, settings)
         keep_float32(settings.deepspeed_plugin, settings)

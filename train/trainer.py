@@ -71,6 +71,7 @@ from .modules.model import (
 )
 from .modules.precision import train_in_float32
 from .modules.sharding import fill_gradients, load_sharded, prepare_sharding, sharding
+from .modules.sizes import OptimizerClass
 from .prepare import (
     GivenData,
     GivenModel,
@@ -158,7 +159,7 @@ class NormAlignTrainer(SFTTrainer):
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
@@ -303,13 +304,13 @@ class NormAlignTrainer(SFTTrainer):
                 self.add_callback(samples)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in the Trainer. It would add a section `bf16` to DeepSpeed's configuration again."""
+        """Makes the accelerator. Removes the section `bf16` that the Trainer adds for DeepSpeed."""
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled:
             keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """As in the Trainer, with a rate for each module (huggingface/transformers#10140)."""
+        """Makes the optimizer with a rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is not None:
             return self.optimizer
         modules = {}
@@ -357,12 +358,12 @@ class NormAlignTrainer(SFTTrainer):
         return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def get_train_dataloader(self) -> DataLoader:
-        """As in the Trainer, for rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes."""
         self._take_train_rows()
         return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: str | Rows | None = None) -> DataLoader:
-        """As in the Trainer, for rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Rows):  # the Trainer would keep their loader for other rows
             return self.get_test_dataloader(eval_dataset)
         rows = self.eval_dataset
@@ -374,7 +375,7 @@ class NormAlignTrainer(SFTTrainer):
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Rows) -> DataLoader:
-        """As in the Trainer, for rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes."""
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
@@ -397,7 +398,7 @@ class NormAlignTrainer(SFTTrainer):
         self.record["seconds"] = check_resumed(self.record, self.build, checkpoint)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As in the Trainer. `True` resumes from the newest complete checkpoint in `output_dir`.
+        """Trains. `True` resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
             ValueError: Another run writes to `output_dir`, the disk has too little space, a
@@ -453,7 +454,7 @@ class NormAlignTrainer(SFTTrainer):
     )
 
     def training_step(self, model, inputs, *args, **kwargs):
-        """As in the Trainer. Errors say how large the pass was."""
+        """Takes a step as the Trainer does. Errors say how large the pass was."""
         if self._shows_batch and {"input_ids", "labels"} <= inputs.keys():
             self._shows_batch = False
             self._show_batch(inputs)
@@ -473,7 +474,7 @@ class NormAlignTrainer(SFTTrainer):
             console.print(marked(examples, console.is_terminal), soft_wrap=True)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's loss, with frozen modules in evaluation mode."""
+        """Returns TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
             eval_frozen(base_model(self.model))
             if self.label_smoother is not None and num_items_in_batch is not None:
@@ -503,7 +504,7 @@ class NormAlignTrainer(SFTTrainer):
         ignore_keys=None,
         metric_key_prefix="eval",
     ):
-        """As in the Trainer. Rows without labels, such as skipped rows, are in no average."""
+        """Evaluates. Rows without labels, such as skipped rows, are in no average."""
         self._evaluated = torch.zeros(3, device=self.args.device)
         try:
             output = super().evaluation_loop(
@@ -630,21 +631,13 @@ class NormAlignTrainer(SFTTrainer):
         try:
             return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
-            command_words = [
-                "normalign",
-                "publish",
-                folder,
-                "--repo-id",
-                repo_id,
-                "--revision",
-                revision,
-            ]
-            if adapter:
-                command_words.append("--adapter")
             error_class = ValueError if isinstance(error, ValueError) else OSError
-            result = f"The trained model is complete in {folder}."
+            options = f"--repo-id {repo_id} --revision {revision}"
+            if adapter:
+                options += " --adapter"
             raise error_class(
-                f"{error}\n{result} Once that is fixed: `{shlex.join(command_words)}`."
+                f"{error}\nThe trained model is complete in {folder}. Once that is fixed: "
+                f"`normalign publish {shlex.quote(folder)} {options}`."
             ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -728,15 +721,13 @@ class NormAlignTrainer(SFTTrainer):
         folder = Path(self.state.best_model_checkpoint)
         if not folder.exists():  # the Trainer warns of it
             return
-        self._best = {
-            "step": int(folder.name.rpartition("-")[2]),
-            "of_steps": self.state.global_step,
-            "metric": best_metric(self.args),
-            "value": self.state.best_metric,
-        }
-        metric = f"{self._best['metric']} {self._best['value']:.4g}"
-        steps = f"step {self._best['step']} of {self._best['of_steps']}"
-        show(self.state, f"The weights of {steps} are kept: {metric}, the best.")
+        step = int(folder.name.rpartition("-")[2])
+        last_step = self.state.global_step
+        metric = best_metric(self.args)
+        value = self.state.best_metric
+        self._best = {"step": step, "of_steps": last_step, "metric": metric, "value": value}
+        kept = f"The weights of step {step} of {last_step} are kept"
+        show(self.state, f"{kept}: {metric} {value:.4g}, the best.")
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         # The Trainer's saves all weights again where they are divided among processes.
@@ -769,8 +760,17 @@ class NormAlignTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
 
 
-OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows", "_add_callbacks"}
-OURS |= {"_take_over", "_unquantized_model", "_count_evaluated", "_show_batch"}
+OURS = {
+    "_add_callbacks",
+    "_check_precision",
+    "_count_evaluated",
+    "_describe",
+    "_set_up_model",
+    "_show_batch",
+    "_take_over",
+    "_take_train_rows",
+    "_unquantized_model",
+}
 """Private methods that override none."""
 
 # If theirs was renamed, a method of ours that overrides it would silently have no effect.

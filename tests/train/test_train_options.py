@@ -1182,7 +1182,7 @@ def test_zero_needs_deepspeed_before_processes_are_started(monkeypatch, tmp_path
     for file in ("zero2", "zero3", str(tmp_path / "own.yaml")):
         with pytest.raises(ImportError, match="needs deepspeed"):
             launch(file, None, [])
-    with pytest.raises(ValueError, match="no file zero4, .*ddp, fsdp2, zero2, zero3"):
+    with pytest.raises(ValueError, match="file zero4 does not exist. .*ddp, fsdp2, zero2, zero3"):
         launch("zero4", None, [])
 
 

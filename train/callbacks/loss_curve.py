@@ -88,8 +88,7 @@ def draw_losses(
             axes.plot(steps, losses, marker="o", linewidth=1.8, label=label)
     if best:
         axes.axvline(best, color="0.8", linestyle="--", linewidth=1, zorder=0, label="best step")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set(xlabel="step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -15,6 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...checkpoint.files import SAMPLES
 from ...data.rows.images import ImageRules, image_problem
+from ...data.rows.parse import ParsedRow
 from ...errors import Console
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
@@ -68,16 +69,6 @@ class Sample:
         """The text of the turn that is answered."""
         return text_of(self.prompt[-1])
 
-    @property
-    def images(self) -> list[Any]:
-        """The images of all turns, in order."""
-        images = []
-        for message in self.prompt:
-            for part in message["content"]:
-                if part["type"] == "image":
-                    images.append(part["image"])
-        return images
-
 
 class SampleCallback(TrainerCallback):
     """Answers the same held-out rows at each evaluation, greedily, in the first process.
@@ -93,7 +84,7 @@ class SampleCallback(TrainerCallback):
         max_new_tokens: The most tokens in an answer.
     """
 
-    def __init__(self, rows: Iterable[dict[str, Any]], count: int, max_new_tokens: int):
+    def __init__(self, rows: Iterable[ParsedRow], count: int, max_new_tokens: int):
         self.rows = rows
         self.count = count
         self.max_new_tokens = max_new_tokens
@@ -152,8 +143,11 @@ class SampleCallback(TrainerCallback):
 
 def _write_images(sample: Sample, number: int, output_dir: Path) -> list[str]:
     """Writes the images of a sample, and returns the names of their files in `output_dir`."""
+    images = []
+    for message in sample.prompt:
+        images += [part["image"] for part in message["content"] if part["type"] == "image"]
     file_names = []
-    for index, image in enumerate(sample.images):
+    for index, image in enumerate(images):
         file_name = f"samples/{number}-{index}.png"
         file_path = output_dir / file_name
         file_path.parent.mkdir(parents=True, exist_ok=True)

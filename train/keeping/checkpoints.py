@@ -212,7 +212,11 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
         ValueError: The checkpoint is not complete, or resuming would write over another run.
     """
     if not is_resumed(resume):
-        check_new(output)
+        if checkpoints_in(output):
+            remedy = "Add --resume_from_checkpoint, or change --output_dir."
+            raise ValueError(f"{output} holds an earlier run. {remedy}")
+        if has_result(output):
+            raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
     if str(resume).lower() in ("last", "true", "yes", "on"):
         return last_checkpoint(output, world_size)
@@ -224,15 +228,6 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
 def has_result(output: Path) -> bool:
     """Returns whether a folder holds a model."""
     return any((output / name).exists() for name in RESULT)
-
-
-def check_new(output: Path) -> None:
-    """Raises ValueError if a new run would write over something."""
-    if checkpoints_in(output):
-        remedy = "Add --resume_from_checkpoint, or change --output_dir."
-        raise ValueError(f"{output} holds an earlier run. {remedy}")
-    if has_result(output):
-        raise ValueError(f"{output} holds a model. Choose another --output_dir.")
 
 
 def check_named(named: Path, output: Path, world_size: int) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk that a run takes."""
 
-import os
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -99,7 +98,7 @@ def _checkpoints_kept(args: RunConfig, steps: int) -> int:
     return min(saves, limit)
 
 
-def check_disk(output_dir: str | os.PathLike, size: int) -> None:
+def check_disk(output_dir: Path, size: int) -> None:
     """Raises ValueError if a run needs more than what is free and its earlier checkpoints take."""
     for folder in checkpoints_in(output_dir):
         for path in folder.rglob("*"):
@@ -110,4 +109,4 @@ def check_disk(output_dir: str | os.PathLike, size: int) -> None:
         "Make room, keep fewer checkpoints (--save_total_limit 1), write elsewhere (--output_dir), "
         "or, if the run need not be resumed, save no optimizer states (--save_only_model)."
     )
-    stored.check_space(Path(output_dir), size, remedy)
+    stored.check_space(output_dir, size, remedy)

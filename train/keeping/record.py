@@ -228,8 +228,9 @@ def code_commit() -> str | None:
     In a checkout it ends in "-dirty" if a file was changed. Elsewhere it is what pip installed.
     """
     root = Path(__file__).resolve().parents[2]
-    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    command += ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    options = "--always --abbrev=40 --dirty --exclude=*"
+    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "describe"]
+    command += options.split()
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
         return done.stdout.strip()
@@ -246,21 +247,17 @@ def hardware(device: torch.device) -> dict[str, Any]:
     All processes must call this together.
     """
     device_index = None
+    device_name = platform.machine()
     if device.type in ("cuda", "xpu"):
         device_index = device.index
         device_name = torch.get_device_module(device).get_device_name(device)
     else:
-        device_name = _processor_name()
+        with suppress(OSError):  # Linux names the processor
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+                if "model name" in line:
+                    device_name = line.partition(":")[2].strip()
+                    break
     devices = set(gather_object([(platform.node(), device_index, device_name)]))
     device_names = {device_name for _, _, device_name in devices}
     machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
     return {"devices": sorted(device_names), "count": len(devices), "machine": machine}
-
-
-def _processor_name() -> str:
-    """Returns the name of the processor on Linux, and the architecture elsewhere."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if "model name" in line:
-                return line.partition(":")[2].strip()
-    return platform.machine()

@@ -82,7 +82,11 @@ def language_adapter(
     limited.target_modules = targets
     if not isinstance(targets, str):
         limited.target_modules = set(targets or linear_layers(model))
-    excluded = _excluded_patterns(config)
+    excluded_names = config.exclude_modules or ()
+    if isinstance(excluded_names, str):
+        excluded = {excluded_names: excluded_names}
+    else:  # as PEFT reads names
+        excluded = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded_names)}
     limited.exclude_modules = "|".join([ELSEWHERE, *excluded.values()])
     with loading("The adapter of peft_config", remedy="Give one that PEFT can apply and merge."):
         limited.modules_to_save = _modules_to_save(config, model, learning_rates) or None
@@ -109,14 +113,6 @@ def _check_supported(config: LoraConfig) -> None:
         raise ValueError(
             f"peft_config sets {settings}, but this is not supported here. Leave it out."
         )
-
-
-def _excluded_patterns(config: LoraConfig) -> dict[str, str]:
-    """Returns the pattern for each name in `exclude_modules`."""
-    excluded = config.exclude_modules or ()
-    if isinstance(excluded, str):
-        return {excluded: excluded}
-    return {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded)}  # as PEFT reads names
 
 
 def _modules_to_save(
