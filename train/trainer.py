@@ -89,7 +89,7 @@ from .settings import best_metric, keep_float32
 logger = get_logger(__name__)  # logs in one process only
 
 
-def refuse(formatting_func: Callable | None, optimizers: tuple) -> None:
+def refuse_arguments(formatting_func: Callable | None, optimizers: tuple) -> None:
     """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
     if formatting_func is not None:
         raise ValueError("formatting_func makes text without images. Give rows of messages.")
@@ -167,7 +167,7 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        refuse(formatting_func, optimizers)
+        refuse_arguments(formatting_func, optimizers)
         plan = prepare(
             args,
             GivenModel(model, processing_class, quantization_config, peft_config),
