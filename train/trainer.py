@@ -632,13 +632,13 @@ class NormAlignTrainer(SFTTrainer):
             return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
             error_class = ValueError if isinstance(error, ValueError) else OSError
-            options = f"--repo-id {repo_id} --revision {revision}"
+            command = (
+                f"normalign publish {shlex.quote(folder)} --repo-id {repo_id} --revision {revision}"
+            )
             if adapter:
-                options += " --adapter"
-            raise error_class(
-                f"{error}\nThe trained model is complete in {folder}. Once that is fixed: "
-                f"`normalign publish {shlex.quote(folder)} {options}`."
-            ) from error
+                command += " --adapter"
+            result = f"The trained model is complete in {folder}."
+            raise error_class(f"{error}\n{result} Once that is fixed: `{command}`.") from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # PEFT saves adapters. DeepSpeed gives an empty state if it does not gather weights.
@@ -667,19 +667,16 @@ class NormAlignTrainer(SFTTrainer):
         Frozen modules are written as they were read. They are on meta if an earlier save has their
         files.
         """
-        model_state = self.model.state_dict()
-        trained_names = [
-            tensor_name
-            for tensor_name in model_state
-            if weights.module_of_file(tensor_name) not in frozen
-        ]
-        trained_state = {tensor_name: model_state[tensor_name] for tensor_name in trained_names}
+        trained_state = self.model.state_dict()
+        for tensor_name in list(trained_state):
+            if weights.module_of_file(tensor_name) in frozen:
+                del trained_state[tensor_name]
         if self.unquantized is not None:
             layout = weights.stored_tensors(self.unquantized)
-            frozen_files = set()
-            for file, tensor_names in weights.shards_of(layout).items():
-                if weights.module_of_file(tensor_names[0]) in frozen:
-                    frozen_files.add(file)
+            shards = weights.shards_of(layout)
+            frozen_files = {
+                file for file in shards if weights.module_of_file(shards[file][0]) in frozen
+            }
             if frozen_files <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
                 self.unquantized.load_state_dict(trained_state, strict=False, assign=True)
                 return self.unquantized

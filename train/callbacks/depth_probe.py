@@ -38,7 +38,8 @@ class CosineProbe(TrainerCallback):
 
     def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
         self.steps = frozenset(steps)
-        self.batch = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        self.batch = dict(batch)
+        self.batch.pop("labels", None)
         self._means: dict[str, float] = {}
 
     @classmethod

@@ -228,9 +228,8 @@ def code_commit() -> str | None:
     In a checkout it ends in "-dirty" if a file was changed. Elsewhere it is what pip installed.
     """
     root = Path(__file__).resolve().parents[2]
-    options = "--always --abbrev=40 --dirty --exclude=*"
-    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "describe"]
-    command += options.split()
+    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    command += ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
         return done.stdout.strip()
