@@ -58,7 +58,7 @@ def value_of(parsed, name):
 
 
 def read(tmp_path, text: str, *words: str):
-    """Data, training and model of a recipe's text, which names data itself if it is to."""
+    """Data, training and model of a recipe's text. It must name data if `words` do not."""
     recipe_path = tmp_path / "recipe.yaml"
     recipe_path.write_text(text)
     base = ["--model_name_or_path", "model", "--bf16", "false", "--output_dir", str(tmp_path)]

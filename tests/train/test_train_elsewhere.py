@@ -8,7 +8,7 @@ from normalign_llava.train.command import check_command, check_names, read_comma
 from normalign_llava.train.elsewhere import ELSEWHERE, answer_for
 
 
-def test_names_of_other_tools_are_no_options_and_lead_to_some():
+def test_names_of_other_tools_are_not_options_and_lead_to_some():
     names = option_names()
     assert not ELSEWHERE.keys() & names
     for name, (options_here, remark) in ELSEWHERE.items():
@@ -404,5 +404,5 @@ def test_a_name_of_another_tool_is_found_in_the_words_and_in_the_recipe(words, r
         check_names(words, recipe)
 
 
-def test_a_value_is_no_name_of_another_tool():
+def test_a_value_is_not_a_name_of_another_tool():
     check_names(["--seed", NAME_ELSEWHERE], {"seed": NAME_ELSEWHERE})

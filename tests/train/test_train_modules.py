@@ -323,7 +323,7 @@ def wrapped():
         pytest.param(True, {"use_cache": False}, 0, id="embeddings"),
     ],
 )
-def test_a_blank_image_is_seen_in_a_pass_of_words_alone_that_is_of_training(
+def test_a_training_pass_without_images_sees_a_blank_one(
     wrapped, embedded, options, expected_passes
 ):
     model, passes = wrapped
@@ -396,7 +396,7 @@ def bitsandbytes_bytes(optimizer_class, parameters, embedding) -> int:
     """What an optimizer of bitsandbytes keeps after a step, without tables that all share."""
     optimizer = optimizer_class(parameters)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # it knows parameters by their addresses, those of earlier tests too
+    manager.initialize()  # it knows parameters by their addresses, from earlier tests too
     manager.override_config(embedding, "optim_bits", 32)
     manager.register_parameters(parameters)
     for parameter in parameters:
@@ -421,7 +421,7 @@ def bitsandbytes_bytes(optimizer_class, parameters, embedding) -> int:
         ("rmsprop_bnb", "RMSprop"),
     ],
 )
-def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, name, class_name):
+def test_large_tensors_except_embeddings_have_states_in_8_bits(tmp_path, name, class_name):
     sizes = (4095, 4096, 4097, 5000)
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
     embedding = parameters[-1]
@@ -859,7 +859,7 @@ def test_tokens_are_those_that_the_embeddings_have():
         used_adapters(LoraConfig(trainable_token_indices=[unknown_token]))
 
 
-def test_what_a_stored_configuration_says_of_its_origin_is_no_setting():
+def test_what_a_stored_configuration_says_of_its_origin_is_not_a_setting():
     stored_config = LoraConfig(r=3, base_model_name_or_path="/here/model")
     stored_config.revision = "v2"
     stored_config.peft_version = "0.1"

@@ -91,7 +91,7 @@ def test_steps_between_checkpoints_are_a_multiple_of_those_between_evaluations(t
         "seed",
     ],
 )
-def test_without_a_stage_defaults_are_those_of_trl(tmp_path, name):
+def test_without_a_stage_defaults_equal_trl_s(tmp_path, name):
     stock_config = SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
     assert getattr(config(tmp_path), name) == getattr(stock_config, name)
 
@@ -364,7 +364,7 @@ def test_a_token_has_no_white_space_around_it(tmp_path):
         ),
     ],
 )
-def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(
+def test_a_given_learning_rate_is_for_every_module_that_the_stage_trains(
     tmp_path, options, use_peft, expected
 ):
     train_options = config(tmp_path, **{"learning_rate": 5e-5, **options})
@@ -803,7 +803,7 @@ def test_a_number_may_be_its_least_and_no_less(tmp_path, name, least):
         config(tmp_path, **{trained: 1e-3, name: least - 1})
 
 
-def test_defaults_of_refused_options_are_those_of_trl():
+def test_defaults_of_refused_options_equal_trl_s():
     defaults_of_trl = {option.name: option.default for option in dataclasses.fields(SFTConfig)}
     changed = set()
     for name, default in REFUSALS.items():
@@ -1096,7 +1096,7 @@ def test_the_second_version_of_fsdp_in_the_options_is_taken(tmp_path):
 
 @pytest.fixture
 def settings_with_plugin(tmp_path):
-    """Makes options of several processes with GPUs, which have a plugin of a version of FSDP."""
+    """Makes options with a plugin of a version of FSDP, as several processes with GPUs have."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
     def make(version) -> RunConfig:

@@ -91,7 +91,7 @@ def named_gradients(model):
         pytest.param("sdpa", [0, 0, 0], id="sdpa, no images"),
     ],
 )
-def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attention, image_counts):
+def test_losses_and_gradients_equal_the_padded_batch_s(checkpoint, attention, image_counts):
     model = load_model(checkpoint, attention)
     row_losses = []
     gradients = []
@@ -316,7 +316,7 @@ def test_a_row_that_is_longer_than_a_pass_is_refused(tmp_path, rows_in_pass, max
         samplers.passes_in_step(train_options, dataset)
 
 
-def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
+def test_passes_suit_the_epochs_that_max_steps_takes(tmp_path):
     # An epoch is six steps: five of eight rows, the last of three.
     dataset = Dataset.from_dict({"length": [900] * 8 + [100] * 35})
 
@@ -342,7 +342,7 @@ def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
 
 
 @pytest.mark.parametrize("global_batch_size, expected", [(None, 12), (8, 8)])
-def test_rows_of_a_step_are_those_of_all_processes(global_batch_size, expected):
+def test_rows_of_a_step_are_counted_over_all_processes(global_batch_size, expected):
     train_options = SimpleNamespace(
         train_batch_size=2,
         gradient_accumulation_steps=3,

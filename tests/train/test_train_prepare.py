@@ -395,7 +395,7 @@ def test_a_stream_without_steps_or_with_a_need_of_lengths_is_refused(
 
 @pytest.fixture
 def trl_collator(opened):
-    """TRL's collator, which pads nothing."""
+    """TRL's collator without padding."""
     collator = DataCollatorForVisionLanguageModeling(opened.processor)
     collator.padding_free = True
     return collator

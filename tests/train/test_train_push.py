@@ -101,21 +101,21 @@ def earlier_publication(checkpoint) -> dict[str, bytes]:
 
 
 def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
-    token = hub.token("ann")
+    hub_token = hub.token("ann")
     hub.create(REPO, files=earlier_publication(parts / "model"))
-    completed = run(f"{token}\n", save_total_limit=1)  # as a block of YAML gives it
+    completed = run(f"{hub_token}\n", save_total_limit=1)  # as a block of YAML gives it
     assert completed.returncode == 0, completed.stderr
     assert f"{hub.url}/{REPO}" in "".join(completed.stdout.split())
-    assert token not in completed.stdout
-    assert token not in completed.stderr
-    assert_holds_no_token(tmp_path, token)
-    assert_holds_no_token(Path(prepared.environment["HF_HOME"]), token)
+    assert hub_token not in completed.stdout
+    assert hub_token not in completed.stderr
+    assert_holds_no_token(tmp_path, hub_token)
+    assert_holds_no_token(Path(prepared.environment["HF_HOME"]), hub_token)
 
     repository = hub.repository(REPO)
     assert len(repository.commits()) == 3
     assert set(repository.head().files) == MODEL_FILES | {"notes.txt"}
     for blob in repository.blobs.values():
-        assert token.encode() not in blob
+        assert hub_token.encode() not in blob
     card = repository.read("README.md").decode()
     assert by_hand(card)["notes"] == "Ask Ann.\n"
     assert is_ours(card)
@@ -129,8 +129,8 @@ def weight_files(repository, branch) -> set[str]:
     return {path for path in repository.head(branch).files if path.endswith(".safetensors")}
 
 
-def test_an_adapter_is_sent_alone_if_its_base_is_on_the_hub(hub, run, parts):
-    base = hub.serve("lab/base", parts / "model")
+def test_only_an_adapter_is_sent_if_its_base_is_on_the_hub(hub, run, parts):
+    base_repository = hub.serve("lab/base", parts / "model")
     completed = run(
         hub.token("ann"),
         BY_SAVING,
@@ -145,7 +145,7 @@ def test_an_adapter_is_sent_alone_if_its_base_is_on_the_hub(hub, run, parts):
     assert weight_files(repository, "main") == {"adapter_model.safetensors"}
     config = json.loads(repository.read("adapter_config.json"))
     assert config["base_model_name_or_path"] == "lab/base"
-    assert config["revision"] == base.commit
+    assert config["revision"] == base_repository.commit
 
 
 @pytest.mark.nightly
@@ -162,13 +162,13 @@ def test_an_adapter_is_merged_to_be_sent_if_its_base_is_not_on_the_hub(hub, run,
 
 def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tmp_path):
     hub.fault(403, f"POST /api/models/{REPO}/commit")
-    token = hub.token("ann")
-    completed = run(token, hub_revision="trial", hub_private_repo=True)
+    hub_token = hub.token("ann")
+    completed = run(hub_token, hub_revision="trial", hub_private_repo=True)
     *_, refusal, remedy = completed.stderr.splitlines()
     assert completed.returncode != 0
     assert "(403)" in refusal
-    assert token not in completed.stdout
-    assert token not in completed.stderr
+    assert hub_token not in completed.stdout
+    assert hub_token not in completed.stderr
     output = tmp_path / "out"
     assert f"`normalign publish {output} --repo-id {REPO} --revision trial`" in remedy
     repository = hub.repository(REPO)
@@ -225,19 +225,19 @@ def test_a_dry_run_checks_the_branch_that_is_published_to(hub, run):
 def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, files, reason):
     if files:
         hub.create(REPO, files=files)
-    token = hub.token(account, role)
-    completed = run(token, dataset_name="none.json")
+    hub_token = hub.token(account, role)
+    completed = run(hub_token, dataset_name="none.json")
     assert completed.returncode == 1
     assert reason in error_text(completed)
-    assert token not in completed.stdout
-    assert token not in completed.stderr
+    assert hub_token not in completed.stdout
+    assert hub_token not in completed.stderr
     assert len(hub.repositories) == bool(files)
 
 
 def test_adapters_of_a_base_on_the_hub_name_its_commit(hub, prepared, tmp_path, parts):
-    """PEFT itself stores the name alone, and the base may change later."""
-    base = hub.serve("ann/base", parts / "model")
-    base_commit = base.commits()[0].oid
+    """PEFT itself stores only the name, and the base may change later."""
+    base_repository = hub.serve("ann/base", parts / "model")
+    base_commit = base_repository.commits()[0].oid
     recipe = training.recipe(
         tmp_path,
         parts,

@@ -169,7 +169,7 @@ def test_no_number_as_yaml_writes_it():
     assert math.isnan(number(".nan"))
 
 
-def test_a_word_is_no_number():
+def test_a_word_is_not_a_number():
     with pytest.raises(ArgumentTypeError, match="'many'"):
         number("many")
 
@@ -189,7 +189,7 @@ def test_whole_numbers_as_people_and_yaml_write_them(value, expected):
 
 
 @pytest.mark.parametrize("text", ["1.5", "5e-1", "many", ".inf"])
-def test_what_is_no_whole_number(text):
+def test_what_is_not_a_whole_number(text):
     with pytest.raises(ArgumentTypeError, match=re.escape(repr(text))):
         whole_number(text)
 
@@ -506,7 +506,7 @@ def test_a_file_comes_before_the_recipe_of_its_name_and_a_folder_does_not(tmp_pa
     assert recipe_file("lora") == Path("lora")
 
 
-def test_a_folder_is_no_recipe(tmp_path):
+def test_a_folder_is_not_a_recipe(tmp_path):
     with pytest.raises(ValueError, match="is not valid YAML"):
         read_command(["--config", str(tmp_path)])
 
@@ -527,7 +527,7 @@ def test_recipes_are_named_in_order_if_there_is_none_of_a_name(tmp_path):
         (b"a: \xff", "is not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(tmp_path, content, message):
+def test_a_file_that_is_not_a_recipe_is_named(tmp_path, content, message):
     recipe_path = tmp_path / "my.yaml"
     recipe_path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{recipe_path} {message}"):

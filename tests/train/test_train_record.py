@@ -662,7 +662,7 @@ def test_a_packed_batch_is_not_told_as_rows_of_a_pass(tmp_path):
     assert cells["Autocast"] == "float16"
 
 
-def test_the_figures_of_a_summary_are_those_of_the_trainer(trainer):
+def test_a_trainer_has_the_figures_of_a_summary(trainer):
     facts = trainer.facts
     assert facts["batch"] == {
         "rows": 4,
@@ -678,7 +678,7 @@ def test_the_figures_of_a_summary_are_those_of_the_trainer(trainer):
     assert facts["precision_because"] == ""
 
 
-def test_the_figures_of_the_data_are_those_of_the_trainer(trainer):
+def test_a_trainer_has_the_figures_of_its_data(trainer):
     lengths = sorted(training.rows()["length"])
     assert len(trainer.facts["data"]) == 1
     data_facts = trainer.facts["data"][0]

@@ -160,7 +160,7 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def test_of_two_machines_the_first_alone_prints_what_is_next(tmp_path, parts, prepared):
+def test_only_the_first_of_two_machines_prints_what_is_next(tmp_path, parts, prepared):
     recipe = training.recipe(
         tmp_path,
         parts,

@@ -17,17 +17,17 @@ MASK = [True, False, True, True]
 def test_the_peak_is_of_the_storages_that_live_at_once_each_counted_once():
     ledger = _Ledger()
     with ledger:
-        first = torch.empty(3, 5)
+        first_tensor = torch.empty(3, 5)
         assert ledger.parts == {ACTIVATIONS: 60}
-        transposed = first.t()  # the same storage
-        second = transposed.t() + first
+        transposed = first_tensor.t()  # the same storage
+        second_tensor = transposed.t() + first_tensor
         assert ledger.parts == {ACTIVATIONS: 120}
-        del first, transposed
-        third = second * 2
+        del first_tensor, transposed
+        third_tensor = second_tensor * 2
         assert ledger.parts == {ACTIVATIONS: 120}
-        fourth = third[:1] + second[0]  # 5 numbers more
+        fourth_tensor = third_tensor[:1] + second_tensor[0]  # 5 numbers more
         assert ledger.parts == {ACTIVATIONS: 140}
-        del second, third, fourth
+        del second_tensor, third_tensor, fourth_tensor
         torch.empty(2)
     assert ledger.parts == {ACTIVATIONS: 140}
 
@@ -36,16 +36,16 @@ def test_what_is_moved_to_another_part_is_counted_there_until_it_is_freed():
     ledger = _Ledger()
     unknown = torch.ones(3)  # the ledger does not see it
     with ledger:
-        first = torch.empty(4)
-        second = torch.empty(6)
-        ledger.move(first[:2], GRADIENTS)  # a part of a storage moves all of it
-        third = torch.empty(8)
+        first_tensor = torch.empty(4)
+        second_tensor = torch.empty(6)
+        ledger.move(first_tensor[:2], GRADIENTS)  # a part of a storage moves all of it
+        third_tensor = torch.empty(8)
         assert ledger.parts == {ACTIVATIONS: 56, GRADIENTS: 16}
-        del first
-        fourth = torch.empty(16)
+        del first_tensor
+        fourth_tensor = torch.empty(16)
         assert ledger.parts == {ACTIVATIONS: 120}
         ledger.move(unknown, GRADIENTS)
-        del second, third, fourth
+        del second_tensor, third_tensor, fourth_tensor
         torch.empty(31)
     assert ledger.parts == {ACTIVATIONS: 124}
 
@@ -85,11 +85,11 @@ def test_a_weight_counts_nothing_and_its_copy_in_half_precision_is_autocast_s(is
         ledger.move(shape, GRADIENTS)
         transposed = shape.t()
         assert ledger.parts.total() == 0
-        copy = transposed.to(torch.bfloat16)
+        half_copy = transposed.to(torch.bfloat16)
         assert ledger.parts == {COPIES: 48}
         activation = torch.ones(2).to(torch.bfloat16)  # no weight: 8 bytes and 4
         assert ledger.parts == {COPIES: 48, ACTIVATIONS: 12}
-        product = copy * 2
+        product = half_copy * 2
         assert ledger.parts == {COPIES: 48, ACTIVATIONS: 4 + 48}
         scaled = shape * 2  # no copy
         assert ledger.parts == {COPIES: 48, ACTIVATIONS: 4 + 48 + 96}
@@ -132,9 +132,9 @@ def test_other_numbers_are_shapes():
 def test_a_shape_has_a_number_for_the_log():
     with _Ledger():
         zeros = torch.zeros(2)
-        total = zeros.sum().item()
-        assert total == 1.0
-        assert type(total) is float
+        total_number = zeros.sum().item()
+        assert total_number == 1.0
+        assert type(total_number) is float
         position = zeros.argmax().item()
         assert position == 1
         assert type(position) is int
@@ -165,7 +165,7 @@ def test_rows_that_a_mask_takes_are_written():
         assert scaled.add_(1) is scaled
 
 
-def test_positions_take_the_place_of_masks_alone():
+def test_only_masks_are_replaced_by_positions():
     indices = torch.tensor([2, 0])
     mask = torch.tensor([[True, False], [True, True]])
     positions = _positions([None, indices, mask])

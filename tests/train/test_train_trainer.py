@@ -56,7 +56,7 @@ def dtypes_of(tensors) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("module", ["vision", "projector", "norm", "language"])
-def test_a_module_alone_changes_if_it_alone_has_a_learning_rate(tmp_path, checkpoint, module):
+def test_only_the_module_with_a_learning_rate_changes(tmp_path, checkpoint, module):
     learning_rates = {
         "vision_learning_rate": 0.0,
         "projector_learning_rate": 0.0,
@@ -171,7 +171,7 @@ def trainer_of_trl(trainer: NormAlignTrainer) -> SFTTrainer:
     )
 
 
-def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
+def test_the_loss_and_every_gradient_equal_trl_s(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, max_steps=1)
     reference = trainer_of_trl(trainer)
     inputs = first_batch(trainer)
@@ -485,7 +485,7 @@ class TakesWeightsAway(TrainerCallback):
                 weight_file.rename(weight_file.with_suffix(".away"))
 
 
-def test_a_quantized_base_is_read_for_one_save_alone(tmp_path, half):
+def test_a_quantized_base_is_read_only_for_the_first_save(tmp_path, half):
     base = shutil.copytree(half, tmp_path / "base")
     output = tmp_path / "out"
     built = weights_of(base)
@@ -545,7 +545,7 @@ def in_float64(inputs: dict) -> dict:
     return converted
 
 
-def test_the_gradient_through_frozen_4_bit_layers_is_that_of_full_ones(tmp_path, checkpoint):
+def test_the_gradient_through_frozen_4_bit_layers_equals_full_ones(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, **FROZEN, load_in_4bit=True)
     reference = NormAlignLlavaForConditionalGeneration.from_pretrained(
         checkpoint,
@@ -617,7 +617,7 @@ def write_large(folder: Path, half: Path, size: float) -> str:
     return str(folder)
 
 
-def test_the_largest_hidden_state_is_that_of_the_model_in_float64(half, tmp_path):
+def test_the_largest_hidden_state_is_as_in_float64(half, tmp_path):
     checkpoint = write_large(tmp_path / "large", half, 100.0)
     trainer = training.trainer(tmp_path, checkpoint, **FROZEN)
     inputs = first_batch(trainer)
@@ -743,7 +743,7 @@ def test_a_language_model_of_convolutions_as_linear_layers_trains(tmp_path):
     assert any("c_attn.lora_A" in parameter_name for parameter_name in parameter_names)
 
 
-def test_the_steps_that_are_announced_are_those_of_the_run(checkpoint, tmp_path):
+def test_a_run_takes_the_steps_that_are_announced(checkpoint, tmp_path):
     trainer = training.trainer(
         tmp_path,
         checkpoint,

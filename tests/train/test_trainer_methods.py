@@ -883,7 +883,7 @@ def smoothed_loss(model, inputs, smoothing) -> float:
     return loss.item()
 
 
-def test_a_step_with_some_labels_counts_these_alone(tmp_path, checkpoint):
+def test_a_step_counts_only_its_labels(tmp_path, checkpoint):
     dataset = unlabelled(training.rows(4), {2, 3})
     trainer = training.trainer(
         tmp_path,
@@ -922,7 +922,7 @@ LEARNING_RATES = {
         pytest.param(["language", "projector", "norm"], 1e-6, id="vision trained"),
     ],
 )
-def test_the_rate_that_is_logged_is_that_of_the_first_trained_module(
+def test_the_learning_rate_of_the_first_trained_module_is_logged(
     tmp_path, checkpoint, frozen, expected
 ):
     frozen_rates = {f"{module}_learning_rate": 0.0 for module in frozen}
