@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 def command(*words) -> Result:
     """Runs `normalign data` in a terminal of 200 columns."""
     command_line = ["data"]
-    for word in words:
-        command_line.append(str(word))
+    for argument in words:
+        command_line.append(str(argument))
     return CliRunner().invoke(app, command_line, env={"COLUMNS": "200"})
 
 
@@ -67,12 +67,12 @@ def test_counts_and_lengths_are_those_of_training(tmp_path, checkpoint):
 
 
 def test_the_marked_text_is_what_the_collator_labels(tmp_path, checkpoint):
-    pair = {
+    prompt_row = {
         "image": "red.png",
         "prompt": "Which?",
         "completion": "A red one. ",
     }
-    data_path = write_json(tmp_path, [llava("No image.", "None."), pair])
+    data_path = write_json(tmp_path, [llava("No image.", "None."), prompt_row])
     processor = open_checkpoint(checkpoint).processor
     train_rows = read(data_path, processor).train
     batch = ConversationCollator(processor)([train_rows[1]])
@@ -116,9 +116,9 @@ def test_every_fault_comes_at_once(tmp_path, checkpoint):
 
 def test_every_fault_comes_at_once_without_a_checkpoint(tmp_path):
     (tmp_path / "broken.png").write_bytes(image_bytes()[:40])
-    good = llava("<image>Q", "A", "red.png")
+    good_example = llava("<image>Q", "A", "red.png")
     broken = llava("<image>Q", "A", "broken.png")
-    result = command(write_json(tmp_path, [{"a": 1}, good, broken]))
+    result = command(write_json(tmp_path, [{"a": 1}, good_example, broken]))
     assert "row 0: its form" in result.output
     assert "broken.png: " in result.output
 
@@ -260,12 +260,12 @@ def test_the_command_refuses_a_row_that_is_not_there(scored_rows):
 
 
 def test_the_line_of_the_page_shows_rows_in_python(tmp_path, checkpoint, monkeypatch, capsys):
-    page = (DOCS / "data.md").read_text()
-    (line,) = re.findall(r"`(print\(check_data\(.*?)`", page)
+    page_text = (DOCS / "data.md").read_text()
+    (documented_line,) = re.findall(r"`(print\(check_data\(.*?)`", page_text)
     write_json(tmp_path, mixed_rows(), "my-data.json")
     (tmp_path / "my-checkpoint").symlink_to(checkpoint)
     monkeypatch.chdir(tmp_path)
-    exec(line, {"check_data": check_data, "DataSource": DataSource})
+    exec(documented_line, {"check_data": check_data, "DataSource": DataSource})
     printed = capsys.readouterr().out
     assert printed.count("my-data.json, row ") == 5
     assert "[[green" in printed
@@ -352,8 +352,8 @@ def test_of_many_rows_training_skips_a_hundredth(tmp_path, monkeypatch, bad, sto
     data_path = write_json(tmp_path, raw_rows)
     checked = check(data_path)
     assert checked.stops == stops
-    (fault,) = checked.faults
-    assert ("a share of 0.01 may be bad" in fault) == stops
+    (fault_message,) = checked.faults
+    assert ("a share of 0.01 may be bad" in fault_message) == stops
     result = command(data_path)
     assert result.exit_code == int(stops)
     assert "row 0: " in result.output
@@ -370,9 +370,9 @@ def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch, check
     whole_image = image_of_noise(1)
     (tmp_path / "broken.png").write_bytes(whole_image[: len(whole_image) // 2])
     assert check(data_path).faults == []
-    (fault,) = check(data_path, check_images=True).faults
-    assert f"row {unopened}: " in fault
-    assert "broken.png" in fault
+    (fault_message,) = check(data_path, check_images=True).faults
+    assert f"row {unopened}: " in fault_message
+    assert "broken.png" in fault_message
     (example,) = check(data_path, checkpoint, rows=[unopened]).examples
     assert "broken.png" in example.title
     assert learned_pieces(example.pieces) == []
@@ -418,7 +418,7 @@ def test_turns_are_shown_with_images_in_their_places_and_what_is_learned_marked(
     data_path = write_json(tmp_path, [sample_row])
     (example,) = check(data_path, rows=[0]).examples
     assert example.title == "data.json, row 0 (red.png, blue.png)"
-    text = "".join(piece for piece, _ in example.pieces)
+    text = "".join(piece_text for piece_text, _ in example.pieces)
     assert text.splitlines() == [
         "user: Compare <image><image>",
         "assistant: first",
@@ -467,10 +467,10 @@ def test_a_number_is_that_of_a_row_in_each_file(two_files):
     examples = check(two_files, rows=[0]).examples
     titles = [example.title for example in examples]
     assert titles == ["a.jsonl, row 0", "b.jsonl, row 0"]
-    good, bad = check(two_files, rows=[1]).examples
-    assert good.title == "a.jsonl, row 1"
-    assert bad.title == "b.jsonl, row 1"
-    text, is_learned = bad.pieces[0]
+    good_example, bad_example = check(two_files, rows=[1]).examples
+    assert good_example.title == "a.jsonl, row 1"
+    assert bad_example.title == "b.jsonl, row 1"
+    text, is_learned = bad_example.pieces[0]
     assert text.startswith("Not trained on: ")
     assert not is_learned
 

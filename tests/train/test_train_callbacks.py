@@ -84,7 +84,8 @@ def train(checkpoint, folder, **options) -> Watched:
 
 
 def train_logs(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = trainer.state.log_history
+    return [log_entry for log_entry in history if "loss" in log_entry]
 
 
 def starting_with(entry: dict, *prefixes: str) -> dict:
@@ -188,52 +189,52 @@ def test_gradient_norms_are_those_before_clipping(trainer_after_a_step):
         if parameter.requires_grad and parameter.grad is not None:
             squares[part_of(parameter_name)] += parameter.grad.square().sum().item()
     expected = {"grad_norm": math.sqrt(sum(squares.values()))}
-    for part, square in squares.items():
-        expected[f"grad_norm/{part}"] = math.sqrt(square)
+    for gradient_part, square in squares.items():
+        expected[f"grad_norm/{gradient_part}"] = math.sqrt(square)
     logged = train_logs(trainer_after_a_step)[0]
     assert starting_with(logged, "grad_norm") == pytest.approx(expected, rel=1e-4)
 
 
 def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
-    limit = 3.23
+    max_grad_norm = 3.23
     trainer = train(
         checkpoint,
         tmp_path,
         max_steps=6,
         logging_steps=3,
         learning_rate=1e-4,
-        max_grad_norm=limit,
+        max_grad_norm=max_grad_norm,
     )
-    is_clipped = [norm > limit for norm in trainer.gradient_norms]
+    is_clipped = [norm > max_grad_norm for norm in trainer.gradient_norms]
     assert len(is_clipped) == 6
-    first, second = train_logs(trainer)
-    assert first["clip/share"] == pytest.approx(sum(is_clipped[:3]) / 3)
-    assert second["clip/share"] == pytest.approx(sum(is_clipped[3:]) / 3)
+    first_entry, second_entry = train_logs(trainer)
+    assert first_entry["clip/share"] == pytest.approx(sum(is_clipped[:3]) / 3)
+    assert second_entry["clip/share"] == pytest.approx(sum(is_clipped[3:]) / 3)
     assert 0 < sum(is_clipped) < 6
 
 
 def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypatch, capsys):
     seconds = 100.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: seconds)
-    state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
+    trainer_state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
     arguments = TrainingArguments()
     control = TrainerControl()
-    lines = progress.ProgressLines()
+    progress_lines = progress.ProgressLines()
 
     def last_line() -> str:
-        lines.on_log(arguments, state, control, logs={"loss": 1.0})
+        progress_lines.on_log(arguments, trainer_state, control, logs={"loss": 1.0})
         return capsys.readouterr().out.splitlines()[-1]
 
-    lines.on_train_begin(arguments, state, control)
-    lines.on_step_begin(arguments, state, control)
+    progress_lines.on_train_begin(arguments, trainer_state, control)
+    progress_lines.on_step_begin(arguments, trainer_state, control)
     assert last_line().endswith(" -")  # before a step was taken
     seconds += 7200
-    lines.on_train_begin(arguments, state, control)  # the run begins anew
+    progress_lines.on_train_begin(arguments, trainer_state, control)  # the run begins anew
     seconds += 3600  # in which a resumed run reads the rows of the steps before
     for _ in range(2):
-        lines.on_step_begin(arguments, state, control)
+        progress_lines.on_step_begin(arguments, trainer_state, control)
         seconds += 5.2
-        state.global_step += 1
+        trainer_state.global_step += 1
     assert last_line().endswith("0:00:10")
 
 
@@ -249,16 +250,16 @@ LOGGED = {
 
 def printed_lines(logs: list[dict], capsys, first=0, max_steps=10, **state_values) -> list[str]:
     """What is printed of logs at step 3 of 10, in a run that began at a step."""
-    state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
+    trainer_state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
     arguments = TrainingArguments(max_grad_norm=2.5)
     control = TrainerControl()
-    lines = progress.ProgressLines()
-    lines.on_train_begin(arguments, state, control)
-    state.global_step = 3
+    progress_lines = progress.ProgressLines()
+    progress_lines.on_train_begin(arguments, trainer_state, control)
+    trainer_state.global_step = 3
     for name, value in state_values.items():
-        setattr(state, name, value)
-    for entry in logs:
-        lines.on_log(arguments, state, control, logs=entry)
+        setattr(trainer_state, name, value)
+    for log_entry in logs:
+        progress_lines.on_log(arguments, trainer_state, control, logs=log_entry)
     return capsys.readouterr().out.splitlines()
 
 
@@ -277,12 +278,15 @@ def test_a_line_has_what_was_logged_under_its_name(capsys):
     assert header.split() == [*expected, "left"]
     assert full_line.split() == list(expected.values())
     assert loss_line.split() == ["3/10", "2", "-", "-", "-", "-", "-", "-"]
-    assert len(header) == len(full_line) == len(loss_line) <= 80
+    assert len(header) <= 80
+    assert len(full_line) == len(header)
+    assert len(loss_line) == len(header)
 
 
 def test_a_line_of_many_steps_is_as_wide_as_its_header(capsys):
-    header, line = printed_lines([LOGGED], capsys, max_steps=20_000)
-    assert len(header) == len(line) <= 80
+    header, loss_line = printed_lines([LOGGED], capsys, max_steps=20_000)
+    assert len(header) <= 80
+    assert len(loss_line) == len(header)
 
 
 HELD_OUT = {"eval_easy_loss": 0.51239, "eval_runtime": 3.0, "epoch": 1.0}
@@ -307,15 +311,15 @@ def test_only_the_steps_of_a_resumed_run_are_counted(capsys):
 
 
 def test_what_is_logged_before_training_has_lines_too(capsys):
-    state = TrainerState(max_steps=10, is_world_process_zero=True)
-    lines = progress.ProgressLines()
+    trainer_state = TrainerState(max_steps=10, is_world_process_zero=True)
+    progress_lines = progress.ProgressLines()
     arguments = TrainingArguments()
-    lines.on_log(arguments, state, TrainerControl(), logs={"eval_loss": 0.5})
-    lines.on_log(arguments, state, TrainerControl(), logs={"loss": 2.0})
-    held_out_line, line = capsys.readouterr().out.splitlines()
+    progress_lines.on_log(arguments, trainer_state, TrainerControl(), logs={"eval_loss": 0.5})
+    progress_lines.on_log(arguments, trainer_state, TrainerControl(), logs={"loss": 2.0})
+    held_out_line, loss_line = capsys.readouterr().out.splitlines()
     assert held_out_line.split() == ["0/10", "eval_loss", "0.5"]
-    assert line.split()[:2] == ["0/10", "2"]
-    assert line.endswith(" -")
+    assert loss_line.split()[:2] == ["0/10", "2"]
+    assert loss_line.endswith(" -")
 
 
 def test_only_the_first_process_prints(capsys):
@@ -332,22 +336,22 @@ def clipping_lines(entry: dict, capsys) -> list[str]:
 def test_clipping_is_not_explained_where_the_factor_is_1_or_half_are_clipped(
     capsys, factor, clipped
 ):
-    entry = {**LOGGED, "gwc/factor": factor, "clip/share": clipped}
-    assert clipping_lines(entry, capsys) == []
+    log_entry = {**LOGGED, "gwc/factor": factor, "clip/share": clipped}
+    assert clipping_lines(log_entry, capsys) == []
 
 
 def test_clipping_is_explained_once_where_the_factor_is_large_and_most_are_clipped(capsys):
-    entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.6}
-    (explanation,) = clipping_lines(entry, capsys)
+    log_entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.6}
+    (explanation,) = clipping_lines(log_entry, capsys)
     assert " 3.14," in explanation
     assert "max_grad_norm 2.5" in explanation
 
 
 @pytest.mark.parametrize("missing", ["gwc/factor", "clip/share"])
 def test_clipping_is_not_explained_where_it_was_not_measured(capsys, missing):
-    entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.9}
-    del entry[missing]
-    assert clipping_lines(entry, capsys) == []
+    log_entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.9}
+    del log_entry[missing]
+    assert clipping_lines(log_entry, capsys) == []
 
 
 class Table(TrainerCallback):
@@ -357,12 +361,31 @@ class Table(TrainerCallback):
 @pytest.mark.parametrize(
     ("callback_class", "is_terminal", "expected"),
     [
-        (ProgressCallback, True, {progress.Bars, progress.ProgressLines}),
-        (ProgressCallback, False, {progress.ProgressLines}),
-        (PrinterCallback, True, {progress.ProgressLines}),
-        (Table, True, {Table}),
+        pytest.param(
+            ProgressCallback,
+            True,
+            {progress.Bars, progress.ProgressLines},
+            id="bars in a terminal",
+        ),
+        pytest.param(
+            ProgressCallback,
+            False,
+            {progress.ProgressLines},
+            id="bars in a file",
+        ),
+        pytest.param(
+            PrinterCallback,
+            True,
+            {progress.ProgressLines},
+            id="a printer",
+        ),
+        pytest.param(
+            Table,
+            True,
+            {Table},
+            id="a notebook",
+        ),
     ],
-    ids=["bars in a terminal", "bars in a file", "a printer", "a notebook"],
 )
 def test_bars_are_for_terminals_and_a_notebook_keeps_its_table(
     monkeypatch, callback_class, is_terminal, expected
@@ -384,13 +407,13 @@ def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
         max_grad_norm=0.0,
     )
     entries = train_logs(trainer)
-    assert [entry["step"] for entry in entries] == [1, 2]
-    for entry in entries:
-        assert entry["norm/visual"] > 0
-        assert entry["grad_norm/gain"] > 0
-        assert "clip/share" not in entry  # nothing is clipped
-        squares = [entry[f"grad_norm/{part}"] ** 2 for part in GRADIENT_PARTS]
-        assert sum(squares) > 0
+    assert [log_entry["step"] for log_entry in entries] == [1, 2]
+    for log_entry in entries:
+        assert log_entry["norm/visual"] > 0
+        assert log_entry["grad_norm/gain"] > 0
+        assert "clip/share" not in log_entry  # nothing is clipped
+        part_norms = [log_entry[f"grad_norm/{gradient_part}"] for gradient_part in GRADIENT_PARTS]
+        assert math.hypot(*part_norms) > 0
 
 
 class MeasuredSteps:
@@ -405,13 +428,29 @@ class MeasuredSteps:
         self.state = TrainerState(max_steps=max_steps, logging_steps=1)
 
     def begin(self) -> None:
-        self.measurements.on_train_begin(self.settings, self.state, None, model=self.model)
+        self.measurements.on_train_begin(
+            self.settings,
+            self.state,
+            control=None,
+            model=self.model,
+        )
 
     def begin_step(self) -> None:
-        self.measurements.on_step_begin(self.settings, self.state, None)
+        self.measurements.on_step_begin(self.settings, self.state, control=None)
+
+    def clip(self, total_norm) -> None:
+        self.measurements.after_clip(total_norm)
 
     def end_step(self) -> None:
-        self.measurements.on_pre_optimizer_step(self.settings, self.state, None, model=self.model)
+        self.measurements.on_pre_optimizer_step(
+            self.settings,
+            self.state,
+            control=None,
+            model=self.model,
+        )
+
+    def collect(self) -> dict:
+        return self.measurements.collect()
 
 
 @pytest.mark.parametrize(
@@ -426,39 +465,39 @@ class MeasuredSteps:
 def test_which_steps_are_measured_is_an_option_of_this_run(
     tmp_path, strategy, logging_steps, expected
 ):
-    run = MeasuredSteps(tmp_path, logging_strategy=strategy, logging_steps=logging_steps)
-    run.begin()
+    measured_run = MeasuredSteps(tmp_path, logging_strategy=strategy, logging_steps=logging_steps)
+    measured_run.begin()
     measured_steps = []
-    for step in range(1, 5):
-        run.state.global_step = step - 1
-        run.begin_step()
-        run.end_step()
-        if run.measurements.collect():
-            measured_steps.append(step)
+    for step_number in range(1, 5):
+        measured_run.state.global_step = step_number - 1
+        measured_run.begin_step()
+        measured_run.end_step()
+        if measured_run.collect():
+            measured_steps.append(step_number)
     assert measured_steps == expected
 
 
 def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
-    run = MeasuredSteps(tmp_path, max_grad_norm=1.0)
-    run.measurements.after_clip(torch.tensor(9.0))
-    run.begin()
+    measured_run = MeasuredSteps(tmp_path, max_grad_norm=1.0)
+    measured_run.clip(torch.tensor(9.0))
+    measured_run.begin()
 
-    run.begin_step()
-    run.end_step()
-    run.measurements.after_clip(None)
-    assert run.measurements.collect().get("clip/share") is None
+    measured_run.begin_step()
+    measured_run.end_step()
+    measured_run.clip(None)
+    assert measured_run.collect().get("clip/share") is None
 
-    run.begin_step()
-    run.end_step()
+    measured_run.begin_step()
+    measured_run.end_step()
     for norm in (None, torch.tensor(0.5), torch.tensor(2.0)):
-        run.measurements.after_clip(norm)
-    assert run.measurements.collect()["clip/share"] == 0.5
+        measured_run.clip(norm)
+    assert measured_run.collect()["clip/share"] == 0.5
 
 
 def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(tmp_path):
-    run = MeasuredSteps(tmp_path, max_steps=2, max_grad_norm=4.0)
-    run.begin()
-    model = run.model
+    measured_run = MeasuredSteps(tmp_path, max_steps=2, max_grad_norm=4.0)
+    measured_run.begin()
+    model = measured_run.model
     embeddings = model.get_input_embeddings()
     gain = model.model.multi_modal_projector.norm.weight
     gain.grad = torch.full_like(gain, 0.25)
@@ -467,18 +506,18 @@ def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(t
     # The second step is halved by clipping.
     for total_norm, images, factor in ((2.0, 1, 1.0), (8.0, 0, 2.0)):
         batch = tiny.inputs(images=images, text=3 + images)
-        run.begin_step()
+        measured_run.begin_step()
         with torch.no_grad():
             model(**batch)
             text_ids = batch["input_ids"][batch["input_ids"] != tiny.IMAGE]
             text_norm = embeddings(text_ids).norm(dim=-1).mean().item()
-        run.measurements.after_clip(torch.tensor(total_norm))
-        run.end_step()
-        measured = run.measurements.collect()
+        measured_run.clip(torch.tensor(total_norm))
+        measured_run.end_step()
+        measured = measured_run.collect()
         assert measured["norm/text"] == pytest.approx(text_norm, rel=1e-5)
         assert ("norm/visual" in measured) == (images > 0)
         assert measured["grad_norm/gain"] == pytest.approx(clipped_norm * factor, rel=1e-5)
-        assert run.measurements.collect() == {}  # as for another line of the same step
+        assert measured_run.collect() == {}  # as for another line of the same step
         assert not model.model._forward_pre_hooks
         assert not model.model.language_model.layers[0]._forward_pre_hooks
 
@@ -492,8 +531,10 @@ def test_a_line_is_in_a_file_as_soon_as_it_is_printed(monkeypatch):
 
 def projector_logs(folder, **options) -> tuple[dict, torch.nn.Module]:
     """What is logged of the projector's norm after a step of a new checkpoint, and the norm."""
-    trainer = train(training.checkpoint(folder, **options), folder / "run", max_steps=1)
-    logged = starting_with(train_logs(trainer)[-1], "gain/", "bias/", "gwc/")
+    checkpoint = training.checkpoint(folder, **options)
+    trainer = train(checkpoint, folder / "run", max_steps=1)
+    last_entry = train_logs(trainer)[-1]
+    logged = starting_with(last_entry, "gain/", "bias/", "gwc/")
     return logged, trainer.model.model.multi_modal_projector.norm
 
 
@@ -513,22 +554,22 @@ def test_without_a_norm_the_factor_of_compensation_is_1(tmp_path):
 
 
 def test_the_size_of_gain_and_bias_without_compensation(tmp_path):
-    logged, norm = projector_logs(tmp_path, arm="aligned")
+    logged, projector_norm = projector_logs(tmp_path, arm="aligned")
     expected = {
         "gwc/factor": 1.0,
-        "gain/l2": root_of_squares(norm.weight),
-        "gain/mean_abs": mean_absolute(norm.weight),
-        "bias/mean_abs": mean_absolute(norm.bias),
+        "gain/l2": root_of_squares(projector_norm.weight),
+        "gain/mean_abs": mean_absolute(projector_norm.weight),
+        "bias/mean_abs": mean_absolute(projector_norm.bias),
     }
     assert logged == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_size_of_the_gain_and_the_factor_of_compensation(tmp_path):
-    logged, norm = projector_logs(tmp_path, norm="rms_norm")
-    gain = mean_absolute(norm.weight)
+    logged, projector_norm = projector_logs(tmp_path, norm="rms_norm")
+    gain = mean_absolute(projector_norm.weight)
     expected = {
         "gwc/factor": 1 / gain,
-        "gain/l2": root_of_squares(norm.weight),
+        "gain/l2": root_of_squares(projector_norm.weight),
         "gain/mean_abs": gain,
     }
     assert logged == pytest.approx(expected, rel=1e-5)
@@ -575,8 +616,8 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
     )
 
     def measured(trainer) -> dict:
-        (entry,) = train_logs(trainer)
-        return {key: entry[key] for key in entry if "/" in key}
+        (log_entry,) = train_logs(trainer)
+        return {key: log_entry[key] for key in log_entry if "/" in key}
 
     assert measured(with_evaluation) == measured(without_evaluation)
     assert 0 < measured(with_evaluation)["clip/share"] < 1
@@ -598,12 +639,12 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
             probe_rows=1,
         )
         trainer.train()
-        for entry in trainer.state.log_history:
-            logged_keys.update(entry)
+        for log_entry in trainer.state.log_history:
+            logged_keys.update(log_entry)
     expected = set()
     for key in documented("The log"):
-        for part in GRADIENT_PARTS:
-            expected.add(key.replace("PART", part))
+        for gradient_part in GRADIENT_PARTS:
+            expected.add(key.replace("PART", gradient_part))
     assert logged_keys == expected
 
 
@@ -619,8 +660,8 @@ def test_cosines_are_those_of_the_hidden_states():
     text_cosines = []
     is_visual = batch["input_ids"] == tiny.IMAGE
     is_text = batch["attention_mask"].bool() & ~is_visual
-    for before, after in pairwise(output.hidden_states):
-        cosines = torch.cosine_similarity(before.double(), after.double(), -1)
+    for hidden_state, next_state in pairwise(output.hidden_states):
+        cosines = torch.cosine_similarity(hidden_state.double(), next_state.double(), -1)
         visual_cosines.append(cosines[is_visual].mean().item())
         text_cosines.append(cosines[is_text].mean().item())
     assert measured["visual"] == pytest.approx(visual_cosines, abs=1e-6)
@@ -631,36 +672,36 @@ def test_cosines_are_those_of_the_hidden_states():
 def test_of_a_batch_without_images_the_probe_measures_only_text(tmp_path):
     settings = training.settings(tmp_path)
     model = tiny.model()
-    state = TrainerState(global_step=2)
+    trainer_state = TrainerState(global_step=2)
     batch = tiny.inputs(images=0, batch=2)
     for layer in model.model.language_model.layers:
         layer.self_attn.attention_dropout = 0.9
     expected = layer_cosines(model, batch)["text"]
-    probe = CosineProbe([0, 2], batch)
+    cosine_probe = CosineProbe([0, 2], batch)
 
     # In a run that is resumed.
-    probe.on_train_begin(settings, state, None, model=model.train())
-    assert not probe.collect()
+    cosine_probe.on_train_begin(settings, trainer_state, None, model=model.train())
+    assert not cosine_probe.collect()
     assert not (tmp_path / DYNAMICS).exists()
 
-    state.global_step = 0
-    probe.on_train_begin(settings, state, None, model=model)
-    (line,) = dynamics(tmp_path)
-    assert line["visual"] == []
-    assert line["text"] == pytest.approx(expected)
-    assert probe.collect() == {"cosine/text": pytest.approx(sum(line["text"]) / 2)}
-    assert probe.collect() == {}  # it is logged once
+    trainer_state.global_step = 0
+    cosine_probe.on_train_begin(settings, trainer_state, None, model=model)
+    (probe_line,) = dynamics(tmp_path)
+    assert probe_line["visual"] == []
+    assert probe_line["text"] == pytest.approx(expected)
+    assert cosine_probe.collect() == {"cosine/text": pytest.approx(sum(probe_line["text"]) / 2)}
+    assert cosine_probe.collect() == {}  # it is logged once
 
-    state.is_world_process_zero = False
-    state.global_step = 2
-    probe.on_step_end(settings, state, None, model=model)
-    assert dynamics(tmp_path) == [line]  # only the first process writes
+    trainer_state.is_world_process_zero = False
+    trainer_state.global_step = 2
+    cosine_probe.on_step_end(settings, trainer_state, None, model=model)
+    assert dynamics(tmp_path) == [probe_line]  # only the first process writes
 
 
 def dynamics(folder) -> list[dict]:
     """The lines that the probe wrote."""
-    lines = (folder / DYNAMICS).read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    probe_lines = (folder / DYNAMICS).read_text().splitlines()
+    return [json.loads(probe_line) for probe_line in probe_lines]
 
 
 @pytest.mark.parametrize(
@@ -691,23 +732,23 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, options):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled="bf16" in options):
             return layer_cosines(model, trainer.probe.batch)
 
-    lines = dynamics(tmp_path)
-    assert [line["step"] for line in lines] == [0, 1, 3]
-    for line in lines:
-        assert len(line["visual"]) == 2
-        assert len(line["text"]) == 2
-    before, _, after = lines
+    probe_lines = dynamics(tmp_path)
+    assert [probe_line["step"] for probe_line in probe_lines] == [0, 1, 3]
+    for probe_line in probe_lines:
+        assert len(probe_line["visual"]) == 2
+        assert len(probe_line["text"]) == 2
+    before, _, after = probe_lines
     assert before["text"] != after["text"]
-    first = expected_cosines(trainer.first_model)
-    assert before["visual"] == pytest.approx(first["visual"], abs=1e-6)
-    assert before["text"] == pytest.approx(first["text"], abs=1e-6)
-    last = expected_cosines(trainer.model)
-    assert after["visual"] == pytest.approx(last["visual"], abs=1e-6)
-    assert after["text"] == pytest.approx(last["text"], abs=1e-6)
+    first_cosines = expected_cosines(trainer.first_model)
+    assert before["visual"] == pytest.approx(first_cosines["visual"], abs=1e-6)
+    assert before["text"] == pytest.approx(first_cosines["text"], abs=1e-6)
+    last_cosines = expected_cosines(trainer.model)
+    assert after["visual"] == pytest.approx(last_cosines["visual"], abs=1e-6)
+    assert after["text"] == pytest.approx(last_cosines["text"], abs=1e-6)
     _, second_entry, last_entry = train_logs(trainer)
     assert starting_with(second_entry, "cosine/") == {}
-    assert last_entry["cosine/visual"] == pytest.approx(sum(last["visual"]) / 2)
-    assert last_entry["cosine/text"] == pytest.approx(sum(last["text"]) / 2)
+    assert last_entry["cosine/visual"] == pytest.approx(sum(last_cosines["visual"]) / 2)
+    assert last_entry["cosine/text"] == pytest.approx(sum(last_cosines["text"]) / 2)
 
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
@@ -715,19 +756,19 @@ def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     parsed_rows = list(training.rows(4))
     settings = training.settings(tmp_path, probe_rows=3, probe_steps=[1])
     padding_free = replace(padding, padding_free=True)
-    probe = CosineProbe.of_rows(parsed_rows, padding_free, settings)
+    cosine_probe = CosineProbe.of_rows(parsed_rows, padding_free, settings)
     expected = dict(padding(parsed_rows[:3]))
     del expected["labels"]
-    training.assert_equal(probe.batch, expected)
+    training.assert_equal(cosine_probe.batch, expected)
 
 
 def test_the_probe_s_batch_can_be_of_another_collator(tmp_path):
     parsed_rows = list(training.rows(4))
     settings = training.settings(tmp_path, probe_rows=3, probe_steps=[1])
     settings.probe_steps = None
-    probe = CosineProbe.of_rows(parsed_rows, lambda chosen: {"rows": chosen}, settings)
-    assert probe.batch == {"rows": parsed_rows[:3]}
-    assert not probe.steps
+    cosine_probe = CosineProbe.of_rows(parsed_rows, lambda chosen: {"rows": chosen}, settings)
+    assert cosine_probe.batch == {"rows": parsed_rows[:3]}
+    assert not cosine_probe.steps
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
@@ -743,9 +784,9 @@ def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
     shutil.rmtree(tmp_path / "checkpoint-2")
     shutil.rmtree(tmp_path / "checkpoint-3")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    lines = dynamics(tmp_path)
-    assert [line["step"] for line in lines] == [0, 2, 3]
-    assert lines[0] == first_lines[0]
+    resumed_lines = dynamics(tmp_path)
+    assert [probe_line["step"] for probe_line in resumed_lines] == [0, 2, 3]
+    assert resumed_lines[0] == first_lines[0]
 
 
 def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path):
@@ -757,7 +798,7 @@ def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_p
         return trainer
 
     def losses(trainer) -> list[float]:
-        return [entry["loss"] for entry in train_logs(trainer)]
+        return [log_entry["loss"] for log_entry in train_logs(trainer)]
 
     unwatched = make(probe_steps=None)
     unwatched.remove_callback(unwatched.measurements)

@@ -349,7 +349,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(full_disks):
         assert full_disks.caught[output_name] == cause
         assert f"{output_name}/checkpoint-4 could not be written: " in message
         assert f"--resume_from_checkpoint {output_name}/checkpoint-2" in message
-        assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]
+        assert [file_path.name for file_path in output.glob("*checkpoint*")] == ["checkpoint-2"]
         assert resolve_resume("last", output, 1) == output / "checkpoint-2"
 
 
@@ -403,7 +403,11 @@ def linked(folder, other_folder) -> set[str]:
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    files = {}
+    for file_path in folder.iterdir():
+        if file_path.is_file():
+            files[file_path.name] = file_path.read_bytes()
+    return files
 
 
 @pytest.fixture
@@ -434,15 +438,15 @@ def aligned_run(checkpoint, tmp_path_factory):
 
 
 def test_a_card_that_is_there_stays_and_checkpoints_have_none(aligned_run):
-    cards = [path.read_text() for path in aligned_run.folder.rglob("README.md")]
-    assert cards == ["another card"]  # nor TRL's
+    card_texts = [file_path.read_text() for file_path in aligned_run.folder.rglob("README.md")]
+    assert card_texts == ["another card"]  # nor TRL's
 
 
 def test_frozen_modules_are_links_to_the_base(aligned_run):
     expected = training.weights(aligned_run.trainer.model)
     for folder in (aligned_run.first, aligned_run.second, aligned_run.folder):
         assert linked(folder, aligned_run.base) == {*FROZEN}
-        assert {path.name for path in folder.glob("model[.-]*")} == stored.FILES
+        assert {file_path.name for file_path in folder.glob("model[.-]*")} == stored.FILES
         loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
     training.assert_equal(training.weights(loaded), expected)
 
@@ -450,42 +454,43 @@ def test_frozen_modules_are_links_to_the_base(aligned_run):
 def test_a_run_of_stage_1_changes_only_the_projector(aligned_run):
     before = stored.weights(aligned_run.base)
     changed = set()
-    for name, tensor in stored.weights(aligned_run.folder).items():
-        if (tensor != before[name]).any():
-            changed.add(name)
+    for parameter_name, tensor in stored.weights(aligned_run.folder).items():
+        if (tensor != before[parameter_name]).any():
+            changed.add(parameter_name)
     assert changed
-    for name in changed:
-        assert "multi_modal_projector" in name
+    for parameter_name in changed:
+        assert "multi_modal_projector" in parameter_name
 
 
 def test_frozen_modules_stay_whatever_becomes_of_the_base(base, tmp_path):
-    run = AlignedRun(tmp_path / "run", base)
-    first = contents(run.first)
-    second = contents(run.second)
-    result = contents(run.folder)
+    written = AlignedRun(tmp_path / "run", base)
+    first_contents = contents(written.first)
+    second_contents = contents(written.second)
+    result_contents = contents(written.folder)
 
     other_weights = {}
-    for name, tensor in stored.weights(base).items():
-        other_weights[name] = tensor + 1
+    for parameter_name, tensor in stored.weights(base).items():
+        other_weights[parameter_name] = tensor + 1
     stored.store(base, other_weights)  # as every save of ours
-    assert not linked(run.folder, base)
-    assert contents(run.first) == first
-    assert contents(run.second) == second
-    assert contents(run.folder) == result
+    assert not linked(written.folder, base)
+    assert contents(written.first) == first_contents
+    assert contents(written.second) == second_contents
+    assert contents(written.folder) == result_contents
 
-    next_run = aligned(tmp_path / "again", run.folder)
-    next_run.save_model(str(run.first))  # into a folder whose files are others' too
+    next_run = aligned(tmp_path / "again", written.folder)
+    next_run.save_model(str(written.first))  # into a folder whose files are others' too
     shutil.rmtree(base)
-    assert contents(run.second) == second
-    assert contents(run.folder) == result
-    assert linked(run.first, run.folder) == {*FROZEN}
+    assert contents(written.second) == second_contents
+    assert contents(written.folder) == result_contents
+    assert linked(written.first, written.folder) == {*FROZEN}
 
 
 def assert_saved_once(written: AlignedRun) -> None:
     """The checkpoints and the result hold what was trained, and share their frozen modules."""
-    saved = stored.weights(written.folder)
-    for name, tensor in written.trainer.model.state_dict().items():
-        assert name == "lm_head.weight" or torch.equal(saved[name], tensor), name
+    saved_weights = stored.weights(written.folder)
+    for parameter_name, tensor in written.trainer.model.state_dict().items():
+        if parameter_name != "lm_head.weight":
+            assert torch.equal(saved_weights[parameter_name], tensor), parameter_name
     assert linked(written.folder, written.first) == {*FROZEN}
     assert linked(written.second, written.folder) == {*FROZEN}
 
@@ -494,13 +499,13 @@ def test_modules_of_a_base_in_one_file_are_written_once(base, tmp_path):
     stored.in_one_file(base)
     written = AlignedRun(tmp_path / "run", base)
     assert_saved_once(written)
-    saved = stored.weights(written.folder)
+    saved_weights = stored.weights(written.folder)
     shutil.rmtree(written.second)
     aligned(written.folder, base, resume=str(written.first))
     # A resumed run links to the checkpoint that it resumes from.
     assert linked(written.second, written.first) == {*FROZEN}
     assert linked(written.folder, written.first) == {*FROZEN}
-    training.assert_equal(stored.weights(written.folder), saved)
+    training.assert_equal(stored.weights(written.folder), saved_weights)
 
 
 def test_modules_that_were_changed_by_hand_are_written_once(base, tmp_path):
@@ -513,11 +518,11 @@ def test_modules_that_were_changed_by_hand_are_written_once(base, tmp_path):
 
 
 def test_modules_in_the_hub_s_cache_are_linked_and_not_its_links(base, tmp_path):
-    cache = tmp_path / "models--a--b"
-    snapshot = cache / "snapshots" / "c"
+    model_cache = tmp_path / "models--a--b"
+    snapshot = model_cache / "snapshots" / "c"
     snapshot.mkdir(parents=True)
-    for blob in base.rename(cache / "blobs").iterdir():
-        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    for cached_file in base.rename(model_cache / "blobs").iterdir():
+        (snapshot / cached_file.name).symlink_to(Path("../../blobs") / cached_file.name)
     written = AlignedRun(tmp_path / "run", snapshot)
     assert_saved_once(written)
     assert linked(written.folder, snapshot) == {*FROZEN}
@@ -540,12 +545,12 @@ def test_frozen_modules_are_copied_where_links_cannot_be(checkpoint, tmp_path):
 
 def bytes_of(folder) -> int:
     """Bytes of weights and optimizer, without links."""
-    total = 0
-    for path in [*folder.rglob("*.safetensors"), *folder.rglob("optimizer.pt")]:
-        status = path.stat()
-        if status.st_nlink == 1:
-            total += status.st_size
-    return total
+    total_bytes = 0
+    for file_path in [*folder.rglob("*.safetensors"), *folder.rglob("optimizer.pt")]:
+        file_status = file_path.stat()
+        if file_status.st_nlink == 1:
+            total_bytes += file_status.st_size
+    return total_bytes
 
 
 def assert_disk_was_predicted(folder, base, linked_bytes_of=(), **options) -> None:
@@ -555,10 +560,10 @@ def assert_disk_was_predicted(folder, base, linked_bytes_of=(), **options) -> No
     newest = folder / "checkpoint-5"
     assert predicted["checkpoints"] == 3  # while the newest is written
     assert bytes_of(newest) == pytest.approx(predicted["checkpoint"], rel=0.05)
-    total = bytes_of(folder) + predicted["checkpoint"]
+    total_bytes = bytes_of(folder) + predicted["checkpoint"]
     for module in linked_bytes_of:
-        total += weight_file(newest, module).stat().st_size
-    assert total == pytest.approx(predicted["total"], rel=0.05)
+        total_bytes += weight_file(newest, module).stat().st_size
+    assert total_bytes == pytest.approx(predicted["total"], rel=0.05)
 
 
 def test_what_a_run_of_stage_1_writes_is_known_before_it_starts(tmp_path, large):
@@ -680,9 +685,9 @@ def test_a_new_run_has_no_precision_yet(tmp_path):
 
 
 def test_the_precision_of_a_run_is_that_of_the_named_checkpoint(two_precisions, tmp_path):
-    named = tmp_path / "named"
-    write_options(named, bf16=False, fp16=True)
-    assert checkpoints.began_in(str(named), str(two_precisions)) == (False, True)
+    named_folder = tmp_path / "named"
+    write_options(named_folder, bf16=False, fp16=True)
+    assert checkpoints.began_in(str(named_folder), str(two_precisions)) == (False, True)
 
 
 def test_the_precision_of_a_run_is_that_of_the_newest_checkpoint(two_precisions):
@@ -706,9 +711,9 @@ def test_the_precision_of_a_run_without_an_output_folder_is_in_transformers_own(
 
 
 def test_the_precision_of_a_run_is_that_of_a_named_folder_without_an_output(tmp_path):
-    named = tmp_path / "brief"
-    write_options(named, bf16=True)
-    assert checkpoints.began_in(str(named), None) == (True, False)
+    named_folder = tmp_path / "brief"
+    write_options(named_folder, bf16=True)
+    assert checkpoints.began_in(str(named_folder), None) == (True, False)
 
 
 def write_result(folder) -> None:
@@ -717,7 +722,7 @@ def write_result(folder) -> None:
 
 
 def file_names(folder) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+    return [file_path.name for file_path in folder.iterdir()]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), OSError(13, "Permission denied")])
@@ -784,7 +789,7 @@ def test_a_state_that_is_cut_off_is_named(fourth, damaged_state):
 
 
 def test_the_states_of_a_checkpoint_are_in_three_files(fourth):
-    states = [path.name for path in checkpoints.state_files(fourth)]
+    states = [file_path.name for file_path in checkpoints.state_files(fourth)]
     assert states == ["optimizer.pt", "rng_state.pth", "scheduler.pt"]
 
 

@@ -257,11 +257,11 @@ class Room:
             **OPTIONS,
             **own_options,
         }
-        words = []
-        for option_name, value in options.items():
-            words.append(f"--{option_name}")
-            words.append(str(value))
-        return words
+        command_words = []
+        for option_name, option_value in options.items():
+            command_words.append(f"--{option_name}")
+            command_words.append(str(option_value))
+        return command_words
 
     def command_line_of(self, mode: str, run_name: str) -> list[str]:
         """Of a run of `options`, or of its resumption."""
@@ -390,11 +390,11 @@ def assert_same_run(
         atol=weight_tolerance,
         check_dtype=check_dtype,
     )
-    for entry, expected in zip(log_history(folder), log_history(reference), strict=True):
-        assert entry.keys() & {"loss", "eval_loss", "train_loss"}
-        for key in entry.keys() & FIGURES:
-            figure = pytest.approx(expected[key], rel=figure_tolerance, abs=1e-12)
-            assert entry[key] == figure, (key, entry)
+    for log_entry, expected in zip(log_history(folder), log_history(reference), strict=True):
+        assert log_entry.keys() & {"loss", "eval_loss", "train_loss"}
+        for figure_name in log_entry.keys() & FIGURES:
+            figure = pytest.approx(expected[figure_name], rel=figure_tolerance, abs=1e-12)
+            assert log_entry[figure_name] == figure, (figure_name, log_entry)
 
 
 def assert_identical_run(folder: Path, reference: Path) -> None:
@@ -485,13 +485,13 @@ def nightly(room, mixed):
 def test_two_processes_share_the_rows_of_one(mode, mixed):
     """None, one or both had images in a step."""
     folder = mixed(mode)
-    for rank in range(2):
-        measured = seen(folder, "mixed", rank)
+    for process_rank in range(2):
+        measured = seen(folder, "mixed", process_rank)
         assert measured["type"] == DISTRIBUTED_TYPES[mode]
         assert measured["wrapped"] == WRAPPERS[mode]
         assert measured["processes"] == 2
         assert measured["gain dtype"] == "torch.float32"
-        expected = [TRAIN_IMAGES[place] == 1 for place in range(rank, 16, 2)]
+        expected = [TRAIN_IMAGES[row_number] == 1 for row_number in range(process_rank, 16, 2)]
         assert [has_images for _, has_images, _ in measured["batches"]] == expected
     assert seen(mixed("one"), "mixed", 0)["processes"] == 1
 
@@ -506,17 +506,17 @@ def test_two_processes_end_with_the_weights_and_losses_of_one(mode, mixed):
 
 @pytest.mark.parametrize("mode", [DDP, FSDP2, ZERO2, ZERO3])
 def test_two_processes_probe_what_one_probes(mode, mixed):
-    (line,) = probe_lines(mixed(mode) / "mixed")
+    (probe_line,) = probe_lines(mixed(mode) / "mixed")
     (expected,) = probe_lines(mixed("one") / "mixed")
-    assert line["step"] == 2
+    assert probe_line["step"] == 2
     assert expected["step"] == 2
-    assert line["visual"] == pytest.approx(expected["visual"], abs=1e-4)
-    assert line["text"] == pytest.approx(expected["text"], abs=1e-4)
+    assert probe_line["visual"] == pytest.approx(expected["visual"], abs=1e-4)
+    assert probe_line["text"] == pytest.approx(expected["text"], abs=1e-4)
 
 
 def probe_lines(folder: Path) -> list[dict]:
-    lines = (folder / "dynamics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    json_lines = (folder / "dynamics.jsonl").read_text().splitlines()
+    return [json.loads(json_line) for json_line in json_lines]
 
 
 @pytest.mark.parametrize("mode", [DDP, FSDP2, ZERO2, ZERO3])
@@ -539,7 +539,7 @@ def test_what_was_saved_has_its_code(mode, mixed):
     assert model_class == "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration"
     code_files = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
     for saved in (folder, folder / "checkpoint-2", folder / "checkpoint-4"):
-        assert {path.name for path in saved.glob("*llava.py")} == code_files
+        assert {file_path.name for file_path in saved.glob("*llava.py")} == code_files
 
 
 @pytest.mark.parametrize("mode", [DDP, FSDP2, ZERO2, ZERO3])
@@ -547,7 +547,7 @@ def test_what_was_saved_is_complete(mode, mixed):
     folder = mixed(mode) / "mixed"
     for checkpoint in (folder / "checkpoint-2", folder / "checkpoint-4"):
         assert missing_from(checkpoint, world_size=2) == []
-        random_states = {path.name for path in checkpoint.glob("rng*")}
+        random_states = {file_path.name for file_path in checkpoint.glob("rng*")}
         assert random_states == {"rng_state_0.pth", "rng_state_1.pth"}
 
 
@@ -555,11 +555,11 @@ def test_what_was_saved_is_complete(mode, mixed):
 def test_a_checkpoint_has_once_what_is_trained_and_what_is_frozen_never(mode, room, light_run):
     folder = light_run(mode)
     own_bytes = 0
-    for path in (folder / "checkpoint-1").rglob("*"):
-        status = path.stat()
-        if status.st_nlink == 1:
-            own_bytes += status.st_size
-    weight_bytes = sum(path.stat().st_size for path in room.wide.glob("*.safetensors"))
+    for file_path in (folder / "checkpoint-1").rglob("*"):
+        file_status = file_path.stat()
+        if file_status.st_nlink == 1:
+            own_bytes += file_status.st_size
+    weight_bytes = sum(file_path.stat().st_size for file_path in room.wide.glob("*.safetensors"))
     assert own_bytes < weight_bytes / 10
     record = json.loads((folder / "training.json").read_text())
     predicted = record["run"]["disk"]["checkpoint"]
@@ -669,21 +669,22 @@ def test_a_projector_in_float32_is_trained_beside_frozen_modules_in_bfloat16(mod
 @pytest.mark.parametrize("run_name", ["half", "frozen"])
 def test_in_bfloat16_the_gain_is_used_and_its_gradient_reduced_in_float32(mode, run_name, room):
     folder = room.runs(mode, run_name)
-    first = seen(folder, run_name, 0)["gain"]
-    second = seen(folder, run_name, 1)["gain"]
-    assert first["dtype"] == "torch.float32"
-    assert second["dtype"] == "torch.float32"
-    first_own = torch.tensor(first["own"], dtype=torch.float64)
-    second_own = torch.tensor(second["own"], dtype=torch.float64)
+    first_gain = seen(folder, run_name, 0)["gain"]
+    second_gain = seen(folder, run_name, 1)["gain"]
+    assert first_gain["dtype"] == "torch.float32"
+    assert second_gain["dtype"] == "torch.float32"
+    first_own = torch.tensor(first_gain["own"], dtype=torch.float64)
+    second_own = torch.tensor(second_gain["own"], dtype=torch.float64)
     expected = (first_own + second_own) / 2
-    for measured in (first, second):
+    for measured in (first_gain, second_gain):
         gradient = torch.tensor(measured["gradient"], dtype=torch.float64)
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
     assert "The gain is trained in" not in (folder / "stderr").read_text()
 
 
 def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
-    (gain,) = (weights[name] for name in weights if name.endswith("projector.norm.weight"))
+    (gain_name,) = (name for name in weights if name.endswith("projector.norm.weight"))
+    gain = weights[gain_name]
     assert gain.dtype == torch.float32
     assert gain.std() > 1e-4  # it begins with one value in every place
 
@@ -703,12 +704,12 @@ def test_bad_rows_of_both_processes_are_skipped_and_listed_once(nightly):
 @pytest.mark.parametrize("mode", [DDP, FSDP2, ZERO3])
 def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
     folder = nightly(mode, zero="broken")
-    error = seen(folder, "broken", 0)["error"]
-    assert seen(folder, "broken", 1)["error"] == error
-    assert error.startswith("Step 2 has values that are not finite, first in ")
-    assert "the output of model.multi_modal_projector.norm. The last complete" in error
+    error_message = seen(folder, "broken", 0)["error"]
+    assert seen(folder, "broken", 1)["error"] == error_message
+    assert error_message.startswith("Step 2 has values that are not finite, first in ")
+    assert "the output of model.multi_modal_projector.norm. The last complete" in error_message
     broken = folder / "broken"
-    assert f"checkpoint is {broken / 'checkpoint-1'}." in error
+    assert f"checkpoint is {broken / 'checkpoint-1'}." in error_message
     assert not (broken / "checkpoint-2").exists()
     assert not list(broken.glob("*.safetensors"))
 
@@ -727,8 +728,8 @@ def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
 @pytest.mark.parametrize("run_name", ["bfloat16", "autocast"])
 def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(run_name, nightly):
     def losses(folder: Path, name: str) -> list[float]:
-        logs = seen(folder, name, 0)["logs"]
-        return [entry["loss"] for entry in logs if "loss" in entry]
+        log_history = seen(folder, name, 0)["logs"]
+        return [log_entry["loss"] for log_entry in log_history if "loss" in log_entry]
 
     folder = nightly("fsdp2")
     assert seen(folder, run_name, 1)["gain dtype"] == "torch.float32"
@@ -750,16 +751,18 @@ def test_a_launched_run_says_once_what_is_wrong(room, tmp_path):
     assert process.returncode == 1, errors
     assert "Traceback" not in errors
     assert "elastic" not in errors
-    lines = [line for line in errors.splitlines() if re.match("Error|Then", line)]
-    assert len(lines) <= 2, lines
-    assert re.search(r"bad/data.json, row 10[34]: ", lines[0]), lines
-    for line in lines:
-        assert re.match("(Error|Then) in process [01]: ", line)
+    error_lines = [
+        error_line for error_line in errors.splitlines() if re.match("Error|Then", error_line)
+    ]
+    assert len(error_lines) <= 2, error_lines
+    assert re.search(r"bad/data.json, row 10[34]: ", error_lines[0]), error_lines
+    for error_line in error_lines:
+        assert re.match("(Error|Then) in process [01]: ", error_line)
 
 
 def wait_for_two_steps(launcher: subprocess.Popen) -> None:
-    for line in launcher.stdout:
-        if "2/1000000 " in line:
+    for log_line in launcher.stdout:
+        if "2/1000000 " in log_line:
             return
     raise AssertionError(launcher.stderr.read())
 

@@ -128,7 +128,7 @@ QLORA = {
 
 @pytest.mark.parametrize("options", [FULL_TRAINING, QLORA], ids=["full", "adapters on 4 bits"])
 def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp_path, options):
-    plain = training.trainer(tmp_path, checkpoint, dry_run=True, **options)
+    plain_trainer = training.trainer(tmp_path, checkpoint, dry_run=True, **options)
     checkpointed = training.trainer(
         tmp_path,
         checkpoint,
@@ -136,16 +136,16 @@ def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp
         gradient_checkpointing=True,
         **options,
     )
-    for parameter_name, parameter in plain.model.named_parameters():
+    for parameter_name, parameter in plain_trainer.model.named_parameters():
         assert parameter.is_meta or ".norm." in parameter_name
-    estimate = plain.estimate_memory()
+    estimate = plain_trainer.estimate_memory()
     checkpointed_estimate = checkpointed.estimate_memory()
     assert checkpointed_estimate.total < estimate.total
-    for trainer in (plain, checkpointed, plain):
+    for trainer in (plain_trainer, checkpointed, plain_trainer):
         assert trainer.estimate_memory(True) == checkpointed_estimate
         assert trainer.estimate_memory(False) == estimate
     loaded = training.trainer(tmp_path, checkpoint, **options)
-    assert plain.facts["modules"] == loaded.facts["modules"]
+    assert plain_trainer.facts["modules"] == loaded.facts["modules"]
     assert loaded.estimate_memory() == estimate
 
 
@@ -153,8 +153,8 @@ def test_checkpointing_every_second_layer_takes_less_than_none_and_more_than_all
     checkpoint, tmp_path
 ):
     options = {"gradient_checkpointing": True, "dry_run": True}
-    none = training.trainer(tmp_path, checkpoint, dry_run=True)
-    every = training.trainer(tmp_path, checkpoint, **options)
+    no_layer = training.trainer(tmp_path, checkpoint, dry_run=True)
+    every_layer = training.trainer(tmp_path, checkpoint, **options)
     every_second = training.trainer(
         tmp_path,
         checkpoint,
@@ -162,8 +162,8 @@ def test_checkpointing_every_second_layer_takes_less_than_none_and_more_than_all
         gradient_checkpointing_kwargs={"every_n_layers": 2, "offload": True},
     )
     every_second_total = every_second.estimate_memory().total
-    assert every.estimate_memory().total < every_second_total
-    assert every_second_total < none.estimate_memory().total
+    assert every_layer.estimate_memory().total < every_second_total
+    assert every_second_total < no_layer.estimate_memory().total
 
 
 def test_without_weights_their_bytes_are_those_of_a_loaded_model(checkpoint, tmp_path):
@@ -193,10 +193,14 @@ def tracked_bytes(trainer) -> dict[str, int]:
     tracker.track_external(trainer.model, *batch.values())
     with tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16):
-            loss = trainer.compute_loss(trainer.model, batch)
-        loss.backward()
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    return {getattr(kind, "name", kind): size for kind, size in peak.items()}
+            train_loss = trainer.compute_loss(trainer.model, batch)
+        train_loss.backward()
+    (peak_memory,) = tracker.get_tracker_snapshot("peak").values()
+    tracked = {}
+    for memory_kind, size_bytes in peak_memory.items():
+        kind_name = getattr(memory_kind, "name", memory_kind)
+        tracked[kind_name] = size_bytes
+    return tracked
 
 
 @pytest.mark.parametrize(
@@ -248,19 +252,19 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
         "lora_dropout": 0.1,
         "gradient_checkpointing": True,
     }
-    plain = training.trainer(tmp_path, checkpoint, **options)
+    plain_trainer = training.trainer(tmp_path, checkpoint, **options)
     estimated = training.trainer(tmp_path, checkpoint, **options)
     random_state = torch.get_rng_state()
     estimated.estimate_memory()
     assert torch.equal(torch.get_rng_state(), random_state)
-    for trainer in (plain, estimated):
+    for trainer in (plain_trainer, estimated):
         torch.manual_seed(0)
         trainer.train()
-    training.assert_equal(training.weights(estimated.model), training.weights(plain.model))
-    expected = plain.state.log_history[0]
+    training.assert_equal(training.weights(estimated.model), training.weights(plain_trainer.model))
+    expected = plain_trainer.state.log_history[0]
     logged = estimated.state.log_history[0]
-    for key in ("num_tokens", "entropy", "mean_token_accuracy", "loss"):
-        assert logged[key] == expected[key]
+    for log_key in ("num_tokens", "entropy", "mean_token_accuracy", "loss"):
+        assert logged[log_key] == expected[log_key]
 
 
 @pytest.fixture
@@ -299,8 +303,8 @@ def test_images_are_counted_and_left_in_their_batch(frozen_trainer):
     batch = batch_of(frozen_trainer)
     pixel_values = batch["pixel_values"]
     before = pixel_values.clone()
-    peak = peak_bytes(frozen_trainer, batch, None, accumulates=False)
-    assert peak["batches"] == pixel_values.nbytes
+    peak_memory = peak_bytes(frozen_trainer, batch, None, accumulates=False)
+    assert peak_memory["batches"] == pixel_values.nbytes
     assert batch["pixel_values"] is pixel_values
     assert torch.equal(pixel_values, before)
 
@@ -377,6 +381,12 @@ def changes_for(trainer, fitting=None, refused=()) -> tuple[list[str], str]:
     return tried, proposal
 
 
+def tried_changes(trainer) -> list[str]:
+    """All changes that are tried, in order."""
+    tried, _ = changes_for(trainer)
+    return tried
+
+
 TWO_ROWS = "--per_device_train_batch_size 2"
 ONE_ROW = "--per_device_train_batch_size 1"
 CHECKPOINTING = "--gradient_checkpointing true"
@@ -411,10 +421,10 @@ def test_changes_are_tried_from_small_to_large(too_large):
 
 
 def test_changes_are_tried_until_one_fits(too_large):
-    changes, _ = changes_for(too_large)
-    for place, change in enumerate(changes):
-        tried, proposal = changes_for(too_large, fitting=change, refused=changes[:place])
-        assert tried == changes[: place + 1]
+    changes = tried_changes(too_large)
+    for change_number, change in enumerate(changes):
+        tried, proposal = changes_for(too_large, fitting=change, refused=changes[:change_number])
+        assert tried == changes[: change_number + 1]
         assert proposal.startswith(f"Would fit: {change}. Fits: ")
 
 
@@ -473,14 +483,14 @@ def changed(request, too_large, too_large_with_adapters, monkeypatch):
 
 
 def test_what_a_run_has_already_is_no_change(changed):
-    tried, _ = changes_for(changed.trainer)
+    tried = tried_changes(changed.trainer)
     larger = with_one_row_too(CHECKPOINTING, *changed.larger, changed.everything)
     assert tried == [TWO_ROWS, ONE_ROW, *larger]
 
 
 def test_the_rows_of_a_pass_are_halved_down_to_one(changed, monkeypatch):
     monkeypatch.setattr(changed.trainer.args, "per_device_train_batch_size", 40)
-    tried, _ = changes_for(changed.trainer)
+    tried = tried_changes(changed.trainer)
     assert tried[:6] == [
         "--per_device_train_batch_size 20",
         "--per_device_train_batch_size 10",
@@ -493,29 +503,29 @@ def test_the_rows_of_a_pass_are_halved_down_to_one(changed, monkeypatch):
 
 def test_one_row_a_pass_is_no_change_of_a_run_with_one(changed, monkeypatch):
     monkeypatch.setattr(changed.trainer.args, "per_device_train_batch_size", 1)
-    tried, _ = changes_for(changed.trainer)
+    tried = tried_changes(changed.trainer)
     assert tried == [CHECKPOINTING, *changed.larger, changed.everything]
 
 
 def test_checkpointing_is_no_change_of_a_run_with_it(changed, monkeypatch):
     monkeypatch.setattr(changed.trainer.args, "per_device_train_batch_size", 1)
     monkeypatch.setattr(changed.trainer.args, "gradient_checkpointing", True)
-    tried, _ = changes_for(changed.trainer)
+    tried = tried_changes(changed.trainer)
     assert tried == changed.larger
 
 
 def test_4_bits_are_no_change_of_a_run_in_4_bits(changed, monkeypatch):
     monkeypatch.setattr(changed.trainer.args, "per_device_train_batch_size", 1)
     monkeypatch.setattr(changed.trainer.args, "gradient_checkpointing", True)
-    base = base_model(changed.trainer.model)
-    monkeypatch.setattr(base, "is_loaded_in_4bit", True, raising=False)
-    tried, _ = changes_for(changed.trainer)
+    unwrapped_model = base_model(changed.trainer.model)
+    monkeypatch.setattr(unwrapped_model, "is_loaded_in_4bit", True, raising=False)
+    tried = tried_changes(changed.trainer)
     assert tried == [change for change in changed.larger if IN_4_BITS not in change]
 
 
 def test_without_the_package_4_bits_are_not_tried(too_large, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    tried, _ = changes_for(too_large)
+    tried = tried_changes(too_large)
     changes_of_options = tried[2:]
     assert changes_of_options == with_one_row_too(
         CHECKPOINTING,
@@ -596,9 +606,11 @@ def test_a_dry_run_is_not_told_by_other_processes(
 @pytest.fixture
 def hooks(too_large):
     """Hooks of the modules whose outputs gradient checkpointing makes need gradients."""
-    base = base_model(too_large.model)
-    inputs = [base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()]
-    handles = {module: module.register_forward_hook(lambda *args: None) for module in inputs}
+    unwrapped_model = base_model(too_large.model)
+    vision_tower = unwrapped_model.model.vision_tower
+    handles = {}
+    for module in (unwrapped_model.get_input_embeddings(), vision_tower.get_input_embeddings()):
+        handles[module] = module.register_forward_hook(lambda *hook_arguments: None)
     yield handles
     for handle in handles.values():
         handle.remove()
@@ -617,22 +629,22 @@ def test_a_step_is_estimated_as_in_training_and_leaves_nothing_behind(
 ):
     monkeypatch.setattr(too_large.args, "device_memory", device_memory)
     model = too_large.model.eval()
-    base = base_model(model)
+    unwrapped_model = base_model(model)
     metrics = too_large._metrics["train"]
     random_state = torch.get_rng_state()
     with ExitStack() as stack:
         _take_as_trained(too_large, checkpointing, stack)
         assert model.training
-        assert base.is_gradient_checkpointing == bool(checkpointing)
-        assert base.only_answers == only_answers
+        assert unwrapped_model.is_gradient_checkpointing == bool(checkpointing)
+        assert unwrapped_model.only_answers == only_answers
         for module, handle in hooks.items():
             assert handle.id not in module._forward_hooks
         too_large.state.num_input_tokens_seen += 5
         too_large._metrics["train"]["entropy"].append(1.0)
         torch.rand(1)
     assert not model.training
-    assert not base.is_gradient_checkpointing
-    assert base.only_answers
+    assert not unwrapped_model.is_gradient_checkpointing
+    assert unwrapped_model.only_answers
     assert too_large.state.num_input_tokens_seen == 0
     assert too_large._metrics["train"] is metrics
     assert not metrics["entropy"]
@@ -701,20 +713,20 @@ def wide(tmp_path_factory):
 
 def table(model, learning_rates=LEARNING_RATES) -> dict[str, dict]:
     """The summary's rows of modules by their names."""
-    return {row["module"]: row for row in modules(model, learning_rates)}
+    return {module_row["module"]: module_row for module_row in modules(model, learning_rates)}
 
 
 def column(module_rows, key="parameters") -> list:
-    return [row[key] for row in module_rows.values()]
+    return [module_row[key] for module_row in module_rows.values()]
 
 
 def elements(model, piece: str) -> int:
     """The numbers in parameters whose name has a piece."""
-    total = 0
+    total_bytes = 0
     for parameter_name, parameter in model.named_parameters():
         if piece in parameter_name:
-            total += parameter.numel()
-    return total
+            total_bytes += parameter.numel()
+    return total_bytes
 
 
 def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, tmp_path):
@@ -730,13 +742,13 @@ def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, t
 
 
 def test_adapters_count_beside_the_parameters_of_their_modules(checkpoint, tmp_path):
-    plain = table(training.trainer(tmp_path, checkpoint).model)
+    plain_trainer = table(training.trainer(tmp_path, checkpoint).model)
     model = training.trainer(tmp_path, checkpoint, use_peft=True).model
     trainable, _ = model.get_nb_trainable_parameters()
     counted = table(model)
     assert sum(column(counted, "trained")) == trainable
     adapters = counted.pop("adapters")
-    assert column(counted) == column(plain)
+    assert column(counted) == column(plain_trainer)
     assert adapters["parameters"] == elements(model, "lora_")
     assert adapters["trained"] == elements(model, "lora_")
     assert adapters["learning_rate"] == 2e-5
@@ -789,13 +801,13 @@ def test_weights_in_4_bits_take_half_a_byte_and_scales(in_bfloat16, in_4_bits, w
 
 def test_gradients_count_as_such_where_most_memory_is_taken_late(tmp_path):
     # Its gradients outweigh a row's activations.
-    large = training.checkpoint(
+    large_checkpoint = training.checkpoint(
         tmp_path,
         hidden_size=256,
         intermediate_size=2048,
         head_dim=128,
     )
-    trainer = training.trainer(tmp_path / "out", large, per_device_train_batch_size=1)
+    trainer = training.trainer(tmp_path / "out", large_checkpoint, per_device_train_batch_size=1)
     estimate = trainer.estimate_memory()
     all_gradients = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert all_gradients / 2 < estimate.parts["gradients"] <= all_gradients
@@ -813,13 +825,13 @@ class GradientBytes(TrainerCallback):
 
 def state_bytes(trainer) -> int:
     """Bytes of the optimizer's states; tables that all tensors share, and the step, aside."""
-    total = 0
-    for state in trainer.optimizer.state.values():
-        for state_name, value in state.items():
+    total_bytes = 0
+    for parameter_state in trainer.optimizer.state.values():
+        for state_name, value in parameter_state.items():
             is_table = state_name.startswith("qmap")
             if torch.is_tensor(value) and value.dim() and not is_table:
-                total += value.nbytes
-    return total
+                total_bytes += value.nbytes
+    return total_bytes
 
 
 @pytest.mark.parametrize(
@@ -881,8 +893,8 @@ class Unshaped(torch.optim.SGD):
     """Reads values, as some optimizers do."""
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            if group["params"][0].sum().item():
+        for parameter_group in self.param_groups:
+            if parameter_group["params"][0].sum().item():
                 super().step(closure)
                 return
 
@@ -920,7 +932,7 @@ def bucket_bytes(model) -> int:
         sizes = str(wrapped._get_ddp_logging_data()["bucket_sizes"])
     finally:
         dist.destroy_process_group()
-    return sum(int(size) for size in sizes.split(","))
+    return sum(int(size_bytes) for size_bytes in sizes.split(","))
 
 
 def test_ddp_keeps_gradients_in_buckets_too(checkpoint, tmp_path, divide):
@@ -941,15 +953,18 @@ def test_fsdp_halves_everything_in_two_processes(checkpoint, tmp_path, divide):
     of_one_process = static_bytes(trainer.model, trainer.args)
     divide(DistributedType.FSDP)
     counted = static_bytes(trainer.model, of_two_processes(trainer))
-    assert counted == {part: size // 2 for part, size in of_one_process.items()}
+    expected = {}
+    for memory_part, size_bytes in of_one_process.items():
+        expected[memory_part] = size_bytes // 2
+    assert counted == expected
     assert sharding() == "FSDP"
 
 
 def bytes_with_zero(trainer, divide, zero_stage) -> dict[str, int]:
     divide(DistributedType.DEEPSPEED, zero_stage)
     assert sharding() == "DeepSpeed"
-    adamw = (torch.optim.AdamW, {"lr": 1e-3})
-    return static_bytes(trainer.model, of_two_processes(trainer), adamw)
+    adamw_optimizer = (torch.optim.AdamW, {"lr": 1e-3})
+    return static_bytes(trainer.model, of_two_processes(trainer), adamw_optimizer)
 
 
 @pytest.mark.parametrize(

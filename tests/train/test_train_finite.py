@@ -105,10 +105,10 @@ def test_weights_that_are_not_finite_are_named(module, value):
 def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path, caplog):
     output = tmp_path / "out"
     last_checkpoint = output / "checkpoint-1"
-    error = error_of(make(learning_rate=1e30))
-    assert error.startswith("Step 2 has values that are not finite")
-    assert "--bad_steps skip" in error
-    assert f"The last complete checkpoint is {last_checkpoint}." in error
+    error_message = error_of(make(learning_rate=1e30))
+    assert error_message.startswith("Step 2 has values that are not finite")
+    assert "--bad_steps skip" in error_message
+    assert f"The last complete checkpoint is {last_checkpoint}." in error_message
     assert missing_from(last_checkpoint, 1) == []
     file_names = {path.name for path in output.glob("*")}
     assert file_names <= {"checkpoint-1", "runs", "loss.png"}
@@ -137,8 +137,8 @@ def test_the_module_that_it_came_from_is_named(make, module_name):
         return (inputs[0] * factor,)
 
     module.register_forward_pre_hook(break_in_step_2)
-    start = f"Step 2 has values that are not finite, first in the output of model.{module_name}. "
-    assert error_of(trainer).startswith(start)
+    cause = f"first in the output of model.{module_name}. "
+    assert error_of(trainer).startswith(f"Step 2 has values that are not finite, {cause}")
     assert call_count == 6  # two batches a step, the bad ones twice
     assert not module._forward_hooks
 
@@ -146,8 +146,8 @@ def test_the_module_that_it_came_from_is_named(make, module_name):
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_gradients_alone_stop_it_too(make, max_grad_norm):
     trainer = with_infinite_gradients(make(max_grad_norm=max_grad_norm), {3})
-    start = "Step 3 has values that are not finite, first in the gradients, with finite outputs. "
-    assert error_of(trainer).startswith(start)
+    cause = "first in the gradients, with finite outputs. "
+    assert error_of(trainer).startswith(f"Step 3 has values that are not finite, {cause}")
 
 
 def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
@@ -261,18 +261,22 @@ def test_a_loss_with_its_outputs_is_checked_too(steps, monkeypatch):
     assert steps.is_step_finite()
 
 
+def changed_names(before, after) -> list[str]:
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
 def test_a_step_can_be_skipped(make, tmp_path, caplog):
     trainer = with_infinite_gradients(make(bad_steps="skip"), {2, 3})
     assert math.isfinite(trainer.train().training_loss)
-    first = stored.weights(tmp_path / "out" / "checkpoint-1")
-    second = stored.weights(tmp_path / "out" / "checkpoint-2")
-    third = stored.weights(tmp_path / "out" / "checkpoint-3")
-    fourth = stored.weights(tmp_path / "out" / "checkpoint-4")
-    training.assert_equal(second, first)
-    training.assert_equal(third, first)
-    for tensor in fourth.values():
+    first_weights = stored.weights(tmp_path / "out" / "checkpoint-1")
+    second_weights = stored.weights(tmp_path / "out" / "checkpoint-2")
+    third_weights = stored.weights(tmp_path / "out" / "checkpoint-3")
+    fourth_weights = stored.weights(tmp_path / "out" / "checkpoint-4")
+    training.assert_equal(second_weights, first_weights)
+    training.assert_equal(third_weights, first_weights)
+    for tensor in fourth_weights.values():
         assert tensor.isfinite().all()
-    assert any(not torch.equal(fourth[name], first[name]) for name in first)
+    assert changed_names(first_weights, fourth_weights)
     assert caplog.text.count("step is skipped.") == 2
     assert "first in the gradients" in caplog.text
 
@@ -322,11 +326,11 @@ def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(make, use_fp16):
     gain = projector_norm(trainer.model).weight
     before = gain.detach().clone()
     assert math.isfinite(trainer.train().training_loss)
-    norms = []
-    for entry in trainer.state.log_history:
-        if "grad_norm" in entry:
-            norms.append(entry["grad_norm"])
-    assert not math.isfinite(norms[0])
-    assert math.isfinite(norms[-1])
+    gradient_norms = []
+    for log_entry in trainer.state.log_history:
+        if "grad_norm" in log_entry:
+            gradient_norms.append(log_entry["grad_norm"])
+    assert not math.isfinite(gradient_norms[0])
+    assert math.isfinite(gradient_norms[-1])
     assert trainer.accelerator.scaler.get_scale() < 2.0**24
     assert not torch.equal(gain, before)

@@ -38,7 +38,11 @@ def estimate(
 
 def longest_first(train_rows: Dataset) -> list[int]:
     lengths = train_rows["length"][:]
-    return sorted(range(len(train_rows)), key=lambda number: -lengths[number])
+
+    def negative_length(number: int) -> int:
+        return -lengths[number]
+
+    return sorted(range(len(lengths)), key=negative_length)
 
 
 def assert_same_batch(batch, expected) -> None:
@@ -95,8 +99,13 @@ def test_the_estimate_says_the_size_of_each_part_and_of_all():
     ],
 )
 def test_the_memory_is_that_of_a_gpu_that_is_named(tmp_path, device_memory, expected_bytes):
-    settings = training.settings(tmp_path, dry_run=True, device_memory=device_memory)
-    assert memory._device(settings) == ("device_memory", expected_bytes, CONTEXT)
+    settings = training.settings(
+        tmp_path,
+        dry_run=True,
+        device_memory=device_memory,
+    )
+    expected = ("device_memory", expected_bytes, CONTEXT)
+    assert memory._device(settings) == expected
 
 
 TOTAL_MEMORY = psutil.virtual_memory().total
@@ -105,9 +114,21 @@ TOTAL_MEMORY = psutil.virtual_memory().total
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        pytest.param("max", ("this machine", TOTAL_MEMORY, 0), id="no limit"),
-        pytest.param(str(TOTAL_MEMORY), ("this machine", TOTAL_MEMORY, 0), id="all memory"),
-        pytest.param(str(2**28), ("this container", 2**28, 0), id="a part"),
+        pytest.param(
+            "max",
+            ("this machine", TOTAL_MEMORY, 0),
+            id="no limit",
+        ),
+        pytest.param(
+            str(TOTAL_MEMORY),
+            ("this machine", TOTAL_MEMORY, 0),
+            id="all memory",
+        ),
+        pytest.param(
+            str(2**28),
+            ("this container", 2**28, 0),
+            id="a part",
+        ),
     ],
 )
 def test_the_memory_is_that_of_this_machine_or_of_its_container(
@@ -185,7 +206,8 @@ def test_of_rows_whose_lengths_are_unknown_the_first_is_repeated(tmp_path, colla
     train_rows = training.rows(3).remove_columns("length")
     settings = training.settings(tmp_path, max_length=None)
     batch = largest_batch(settings, train_rows, collator)
-    assert_same_batch(batch, collator([train_rows[0], train_rows[0]]))
+    first_row = train_rows[0]
+    assert_same_batch(batch, collator([first_row, first_row]))
 
 
 TWO_IMAGES = training.row(0, images=2, turns=1)
@@ -232,7 +254,8 @@ def assert_filled_up(batch, first, shape) -> None:
 
 def test_of_a_stream_the_first_row_is_filled_up_to_max_length(tmp_path, collator, max_length):
     batch, first = largest_batch_of_a_stream(tmp_path, collator, max_length)
-    assert_filled_up(batch, first, (2, max(FIRST_LENGTH, max_length or 0)))
+    row_length = max(FIRST_LENGTH, max_length or 0)
+    assert_filled_up(batch, first, (2, row_length))
     assert (batch["attention_mask"] == 1).all()
 
 
