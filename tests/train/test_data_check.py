@@ -55,7 +55,7 @@ def set_many_rows(monkeypatch, many_rows: int) -> None:
     monkeypatch.setattr(table, "MANY_ROWS", many_rows)
 
 
-def test_counts_and_lengths_are_those_of_training(tmp_path, checkpoint):
+def test_counts_and_lengths_are_the_same_as_in_training(tmp_path, checkpoint):
     data_path = write_json(tmp_path, mixed_rows())
     checked = check(data_path, checkpoint)
     training_data = read(data_path, open_checkpoint(checkpoint).processor)
@@ -272,14 +272,14 @@ def test_the_line_of_the_page_shows_rows_in_python(tmp_path, checkpoint, monkeyp
 
 
 def cells(data_check: DataCheck) -> dict[str, str]:
-    """The rows of its table, which has two columns."""
+    """The rows of its table of two columns."""
     title_column, text_column = data_check.table("my data").columns
     return dict(zip(title_column.cells, text_column.cells, strict=True))
 
 
 @pytest.fixture
 def full_check():
-    """The check of a data set of which every count is set."""
+    """A check with every count set."""
     report = SourceReport(
         "data",
         "train",
@@ -378,14 +378,14 @@ def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch, check
     assert learned_pieces(example.pieces) == []
 
 
-def test_captions_are_told_of(tmp_path, caplog):
+def test_captions_are_warned_of(tmp_path, caplog):
     data_path = write_json(tmp_path, [{"image": "red.png", "caption": "A red square."}])
     assert check(data_path).faults == []
     assert "captions are trained as answers" in caplog.text
     assert str(data_path) in caplog.text
 
 
-def test_a_checkpoint_that_is_not_there_is_told_of(tmp_path):
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
     data_path = write_json(tmp_path, [{"image": "red.png", "caption": "A red square."}])
     with pytest.raises(ValueError, match="none .*normalign build"):
         check(data_path, tmp_path / "none")
@@ -454,7 +454,7 @@ def test_without_a_checkpoint_there_is_no_example(tmp_path):
 
 @pytest.fixture
 def two_files(tmp_path):
-    """A folder of two files of two rows, the last of which cannot be trained on, no images."""
+    """A folder of two files of two rows without images; the last row cannot be trained on."""
     folder = tmp_path / "data"
     write_json(folder, [llava("one?", "1"), llava("two?", "2")], "a.jsonl")
     write_json(folder, [llava("three?", "3"), llava("", "")], "b.jsonl")
@@ -463,7 +463,7 @@ def two_files(tmp_path):
     return folder
 
 
-def test_a_number_is_that_of_a_row_in_each_file(two_files):
+def test_a_number_stands_for_a_row_in_each_file(two_files):
     examples = check(two_files, rows=[0]).examples
     titles = [example.title for example in examples]
     assert titles == ["a.jsonl, row 0", "b.jsonl, row 0"]

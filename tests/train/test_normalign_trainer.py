@@ -343,7 +343,7 @@ def test_options_of_transformers_arrive_too(tmp_path):
 
 @pytest.fixture
 def trainer_of_four(tmp_path, checkpoint):
-    """Makes a trainer of four rows, of which the third is long; `change` may change them."""
+    """Makes a trainer of four rows, the third a long one; `change` may change them."""
 
     def trainer_of_four(collator=None, change=None, **own_options):
         raw_rows = [messages(number) for number in range(4)]
@@ -362,7 +362,7 @@ def remove_an_answer(raw_rows) -> None:
     raw_rows[1]["messages"] = raw_rows[1]["messages"][:1]
 
 
-def test_rows_beyond_the_model_s_positions_are_told_of(trainer_of_four, caplog):
+def test_rows_beyond_the_model_s_positions_are_warned_of(trainer_of_four, caplog):
     assert len(trainer_of_four().train_dataset) == 4
     assert "tokens, and the language model has 256 positions" in caplog.text
     assert "model_init_kwargs" not in caplog.text  # TRL would warn of it, as it gets a model
@@ -718,7 +718,7 @@ def test_callbacks_that_are_given_are_beside_our_own(furnished, callback):
     assert any(isinstance(own_callback, ProgressLines) for own_callback in callbacks)
 
 
-def test_the_learning_rate_of_an_optimizer_that_is_given_is_that_of_all(furnished):
+def test_an_optimizer_that_is_given_has_one_learning_rate_for_all_modules(furnished):
     assert furnished.learning_rates == {
         "vision": 0.0,
         "projector": 3e-4,

@@ -159,7 +159,7 @@ def test_copies_share_a_temporary_file_which_ends_with_the_first():
 
 
 class RunWithBadImages:
-    """A command that trains on 16 rows, of which 4 may be bad and 8 are opened before."""
+    """A command that trains on 16 rows: 4 may be bad, and 8 are opened before."""
 
     def __init__(self, folder):
         self.data = folder / "data"

@@ -40,7 +40,7 @@ SECOND_BLOCK = "language_model.layers.1.mlp"
 NORM = "*.input_layernorm.weight"
 EMBED = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-TOKENS = [68, 87]  # a and t, which are in every row
+TOKENS = [68, 87]  # a and t are in every row
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def merged(folder, base, quantization=None):
 
 
 def assert_only_tokens_changed(before, after):
-    """Of all embeddings, those of `TOKENS` are not what they were."""
+    """The embeddings of `TOKENS` changed, and no others."""
     changed_rows = (before[EMBED] != after[EMBED]).any(-1)
     assert changed_rows.nonzero().flatten().tolist() == TOKENS
 

@@ -134,7 +134,7 @@ def decoder_inputs(model, batch) -> torch.Tensor:
     return vectors
 
 
-def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(trainer_after_a_step):
+def test_token_norms_are_means_over_the_decoder_inputs_of_all_micro_batches(trainer_after_a_step):
     batches = trainer_after_a_step.batches
     assert len(batches) == 2
     is_padded = [not batch["attention_mask"].all() for batch in batches]
@@ -175,7 +175,7 @@ def backward(model, batches) -> None:
         (summed_loss / label_count).backward()
 
 
-def test_gradient_norms_are_those_before_clipping(trainer_after_a_step):
+def test_gradient_norms_are_measured_before_clipping(trainer_after_a_step):
     model = copy.deepcopy(trainer_after_a_step.first_model).double().train()
     for module in model.modules():
         module._forward_pre_hooks.clear()  # inputs of a projector beside adapters become float32
@@ -477,7 +477,7 @@ def test_which_steps_are_measured_is_an_option_of_this_run(
     assert measured_steps == expected
 
 
-def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
+def test_steps_of_an_earlier_run_or_of_an_unknown_norm_are_not_in_the_share(tmp_path):
     measured_run = MeasuredSteps(tmp_path, max_grad_norm=1.0)
     measured_run.clip(torch.tensor(9.0))
     measured_run.begin()
@@ -623,7 +623,7 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
     assert 0 < measured(with_evaluation)["clip/share"] < 1
 
 
-def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
+def test_all_keys_that_are_logged_are_documented_and_no_others(tmp_path, checkpoint):
     logged_keys = set()
     for use_peft in (False, True):
         trainer = training.trainer(
@@ -648,7 +648,7 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
     assert logged_keys == expected
 
 
-def test_cosines_are_those_of_the_hidden_states():
+def test_cosines_are_between_the_hidden_states_of_neighbouring_layers():
     model = tiny.model()
     batch = tiny.inputs(images=2, text=7, batch=3, seed=5)
     batch["attention_mask"][0, -3:] = 0

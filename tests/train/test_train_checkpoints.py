@@ -120,7 +120,7 @@ def test_random_states_of_as_many_processes_count(fourth, optimizer):
 
 
 def add_what_is_no_checkpoint(run) -> None:
-    """Names like those of checkpoints, and a second checkpoint that was changed last."""
+    """Adds names like checkpoint-N, and makes checkpoint-2 the one that was changed last."""
     os.utime(run / "checkpoint-2")
     (run / "checkpoint-10").mkdir()
     (run / "checkpoint-best").mkdir()
@@ -417,7 +417,7 @@ def base(checkpoint, tmp_path):
 
 
 class AlignedRun:
-    """A run of stage 1 from `base`, which holds `first`, `second` and the result."""
+    """A run of stage 1 from `base`; its folder holds `first`, `second` and the result."""
 
     def __init__(self, folder, base, **options):
         self.folder = folder
@@ -673,7 +673,7 @@ def write_options(folder, **options) -> None:
 
 @pytest.fixture
 def two_precisions(tmp_path):
-    """A run of which the second checkpoint is in bfloat16, and not the first."""
+    """A run whose second checkpoint is in bfloat16, and the first is not."""
     output = tmp_path / "out"
     write_options(output / "checkpoint-2", bf16=False)
     write_options(output / "checkpoint-10", bf16=True)
@@ -684,25 +684,25 @@ def test_a_new_run_has_no_precision_yet(tmp_path):
     assert checkpoints.began_in(True, str(tmp_path / "out")) is None
 
 
-def test_the_precision_of_a_run_is_that_of_the_named_checkpoint(two_precisions, tmp_path):
+def test_a_run_has_the_precision_of_the_named_checkpoint(two_precisions, tmp_path):
     named_folder = tmp_path / "named"
     write_options(named_folder, bf16=False, fp16=True)
     assert checkpoints.began_in(str(named_folder), str(two_precisions)) == (False, True)
 
 
-def test_the_precision_of_a_run_is_that_of_the_newest_checkpoint(two_precisions):
+def test_a_run_has_the_precision_of_the_newest_checkpoint(two_precisions):
     assert checkpoints.began_in("last", str(two_precisions)) == (True, False)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"options": {"seed": 3}}'])
-def test_the_precision_of_a_run_is_that_of_an_earlier_checkpoint_if_the_newest_has_none(
+def test_a_run_has_the_precision_of_an_earlier_checkpoint_if_the_newest_has_none(
     two_precisions, content
 ):
     (two_precisions / "checkpoint-10" / "training.json").write_text(content)
     assert checkpoints.began_in("last", str(two_precisions)) == (False, False)
 
 
-def test_the_precision_of_a_run_without_an_output_folder_is_in_transformers_own(
+def test_a_run_without_an_output_folder_has_the_precision_in_transformers_own(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -710,7 +710,7 @@ def test_the_precision_of_a_run_without_an_output_folder_is_in_transformers_own(
     assert checkpoints.began_in("last", None) == (False, False)
 
 
-def test_the_precision_of_a_run_is_that_of_a_named_folder_without_an_output(tmp_path):
+def test_a_run_without_an_output_folder_has_the_precision_of_the_named_checkpoint(tmp_path):
     named_folder = tmp_path / "brief"
     write_options(named_folder, bf16=True)
     assert checkpoints.began_in(str(named_folder), None) == (True, False)

@@ -136,7 +136,7 @@ def batch_of_trl(processor, parsed_rows, pad_to_multiple_of):
 
 @pytest.mark.parametrize("multiple", [None, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
+def test_every_tensor_is_the_same_as_from_trl_s_collator(family, multiple):
     processor = train_data.processor(byte_tokenizer(), TEMPLATES[family])
     parsed_rows = [parsed(raw_row, number) for number, raw_row in enumerate(FORMS)]
     expected = batch_of_trl(processor, parsed_rows, multiple)
@@ -155,7 +155,7 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
     assert line_breaks == expected_breaks
 
 
-def test_lengths_before_training_are_those_of_the_batch(family_processor):
+def test_lengths_before_training_are_the_same_as_in_the_batch(family_processor):
     """They are counted without the preamble of the template."""
     parsed_rows = [
         parsed(TWO_TURNS),
@@ -168,7 +168,7 @@ def test_lengths_before_training_are_those_of_the_batch(family_processor):
     assert token_lengths(family_processor, parsed_rows) == expected
 
 
-def test_the_length_of_a_row_with_a_system_turn_is_that_of_its_batch(family_processor):
+def test_the_length_of_a_row_with_a_system_turn_is_the_same_as_in_its_batch(family_processor):
     messages = [
         {"role": "system", "content": "Be brief."},
         user("Q"),
@@ -266,7 +266,7 @@ MARKS_THE_LAST_ANSWER = (
 )
 
 
-def test_answers_that_a_template_marks_in_part_cannot_be_told_apart():
+def test_learned_answers_cannot_be_chosen_if_the_template_marks_only_the_last():
     processor = train_data.processor()
     assert "generation" in processor.chat_template
     processor.chat_template = MARKS_THE_LAST_ANSWER
@@ -333,7 +333,7 @@ def test_rows_with_labels_are_counted_with_padding_and_without(processor, paddin
     assert counts(collator([parsed_rows[1]])) == [0, 1]
 
 
-# Two rows of two tokens, of which one has one label.
+# Two rows of two tokens; one token has a label.
 LABELS = torch.tensor([[-100, 3], [-100, -100]])
 POSITIONS = torch.tensor([[0, 1], [0, 1]])
 
@@ -425,7 +425,7 @@ def good_row():
 
 @pytest.fixture
 def half_bad_row():
-    """A row of which the second image is cut off."""
+    """A row whose second image is cut off."""
     return parsed({**TWO_TURNS, "images": [inside("red"), truncated()]}, number=2)
 
 

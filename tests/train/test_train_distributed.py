@@ -232,7 +232,7 @@ class Room:
         }
 
     def write(self, data_name: str, images: list[int]) -> Path:
-        """Rows of which some have an image."""
+        """Writes rows; some have an image."""
         folder = self.folder / data_name
         folder.mkdir()
         data_rows = []
@@ -289,7 +289,7 @@ class Room:
         for process in processes:
             errors = processes[0].stderr[-6000:] + processes[-1].stderr[-6000:]
             assert process.returncode == 0, errors
-        with (folder / "stdout").open("a") as output_file:  # after that of earlier runs
+        with (folder / "stdout").open("a") as output_file:  # after the output of earlier runs
             output_file.writelines(process.stdout for process in processes)
         with (folder / "stderr").open("a") as error_file:
             error_file.writelines(process.stderr for process in processes)

@@ -127,7 +127,7 @@ QLORA = {
 
 
 @pytest.mark.parametrize("options", [FULL_TRAINING, QLORA], ids=["full", "adapters on 4 bits"])
-def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp_path, options):
+def test_a_model_without_weights_takes_as_much_memory_as_with_them(checkpoint, tmp_path, options):
     plain_trainer = training.trainer(tmp_path, checkpoint, dry_run=True, **options)
     checkpointed = training.trainer(
         tmp_path,
@@ -166,7 +166,7 @@ def test_checkpointing_every_second_layer_takes_less_than_none_and_more_than_all
     assert every_second_total < no_layer.estimate_memory().total
 
 
-def test_without_weights_their_bytes_are_those_of_a_loaded_model(checkpoint, tmp_path):
+def test_weights_count_as_many_bytes_without_being_loaded(checkpoint, tmp_path):
     estimate = training.trainer(tmp_path, checkpoint, dry_run=True).estimate_memory()
     loaded = training.trainer(tmp_path, checkpoint)
     assert estimate.parts["weights"] == stored_bytes(loaded.model)
@@ -269,7 +269,7 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
 
 @pytest.fixture
 def frozen_trainer(checkpoint, tmp_path):
-    """A trainer without weights of rows of many lengths, of which only the projector is trained."""
+    """Trains only the projector on rows of many lengths; its weights are not loaded."""
     train_rows = training.rows(
         8,
         images=lambda number: 1 + number % 3,
@@ -577,7 +577,7 @@ def dry_run_of(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("available", [2 * GIB, GIB], ids=["fits", "does not fit"])
-def test_a_dry_run_is_told_by_the_first_process(
+def test_the_first_process_prints_a_dry_run(
     dry_run_of, capsys, gradient_checkpointing, other_estimate, available
 ):
     fits = available == 2 * GIB
@@ -591,7 +591,7 @@ def test_a_dry_run_is_told_by_the_first_process(
 
 @pytest.mark.parametrize("gradient_checkpointing", [True, False])
 @pytest.mark.parametrize("available", [2 * GIB, GIB], ids=["fits", "does not fit"])
-def test_a_dry_run_is_not_told_by_other_processes(
+def test_other_processes_print_nothing_of_a_dry_run(
     dry_run_of, capsys, gradient_checkpointing, available
 ):
     fits = available == 2 * GIB
@@ -653,7 +653,7 @@ def test_a_step_is_estimated_as_in_training_and_leaves_nothing_behind(
         assert handle.id in module._forward_hooks
 
 
-def test_a_model_that_cannot_be_estimated_is_told_as_such(too_large):
+def test_a_model_whose_memory_cannot_be_estimated_is_refused(too_large):
     def fail(*arguments):
         raise NotImplementedError("no shape of it is known")
 
@@ -689,7 +689,7 @@ def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, par
     assert status == 0
 
 
-def test_the_first_dtype_of_a_module_is_that_of_most_of_its_parameters(checkpoint):
+def test_the_first_dtype_of_a_module_is_the_one_of_most_of_its_parameters(checkpoint):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     projector = model.model.multi_modal_projector
     projector.linear_2.to(torch.bfloat16)
@@ -907,7 +907,7 @@ def test_an_optimizer_that_needs_values_counts_as_adamw(wide, tmp_path):
 
 @pytest.fixture
 def divide(monkeypatch):
-    """Has accelerate say how two processes share the model, which one process cannot try."""
+    """Has accelerate say how two processes share the model: one process cannot try it."""
 
     def divide(distributed_type, zero_stage=None):
         states = AcceleratorState._shared_state

@@ -144,7 +144,7 @@ def test_the_module_that_it_came_from_is_named(make, module_name):
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_gradients_alone_stop_it_too(make, max_grad_norm):
+def test_gradients_stop_it_too_if_the_loss_is_finite(make, max_grad_norm):
     trainer = with_infinite_gradients(make(max_grad_norm=max_grad_norm), {3})
     cause = "first in the gradients, with finite outputs. "
     assert error_of(trainer).startswith(f"Step 3 has values that are not finite, {cause}")
@@ -296,7 +296,7 @@ def test_only_steps_that_are_skipped_in_a_row_count(make):
 
 @pytest.fixture
 def use_fp16(monkeypatch):
-    """Has a trainer train in fp16 on the CPU, which accelerate has only for GPUs."""
+    """Has a trainer train in fp16 on the CPU; accelerate does so only on GPUs."""
 
     def use_fp16(trainer, scale) -> None:
         scaler = GradScaler("cpu", init_scale=scale)

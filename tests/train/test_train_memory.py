@@ -98,7 +98,7 @@ def test_the_estimate_says_the_size_of_each_part_and_of_all():
         ("80GB", 80 * 10**9),
     ],
 )
-def test_the_memory_is_that_of_a_gpu_that_is_named(tmp_path, device_memory, expected_bytes):
+def test_the_memory_of_a_gpu_can_be_given(tmp_path, device_memory, expected_bytes):
     settings = training.settings(
         tmp_path,
         dry_run=True,
@@ -131,7 +131,7 @@ TOTAL_MEMORY = psutil.virtual_memory().total
         ),
     ],
 )
-def test_the_memory_is_that_of_this_machine_or_of_its_container(
+def test_the_memory_of_this_machine_or_of_its_container_is_found(
     tmp_path, monkeypatch, limit, expected
 ):
     monkeypatch.setattr(precision, "GROUPS", tmp_path)
