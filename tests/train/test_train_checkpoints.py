@@ -783,7 +783,7 @@ def test_a_damaged_state_is_named_for_an_error_without_a_text(fourth, damaged_st
 def test_a_state_that_is_cut_off_is_named(fourth, damaged_state):
     os.truncate(damaged_state, 200)
     missing = checkpoints.missing_from(fourth, 1)
-    assert f"a whole {name} (it is damaged)" in missing
+    assert f"a whole {damaged_state.name} (it is damaged)" in missing
     refusal = pytest.raises(ValueError, match=f"{damaged_state} is damaged: what happened ")
     with refusal, checkpoints.reading_checkpoint(fourth):
         raise RuntimeError("what happened")
