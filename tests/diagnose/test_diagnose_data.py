@@ -34,12 +34,12 @@ def image_folder(tmp_path):
     folder.mkdir()
     train_data.images(folder, "red.png", "train/green.png", "train/blue.png", "white.png")
     (folder / "red.png").rename(folder / "test_red.png")
-    rows = [
+    data_rows = [
         {"file_name": "test_red.png", "question": "Is it red?"},
         {"file_name": "train/green.png", "question": "Is it green?"},
         {"file_name": "train/blue.png", "question": "Is it blue?"},
     ]
-    lines = [json.dumps(row) for row in rows]
+    lines = [json.dumps(data_row) for data_row in data_rows]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -81,11 +81,11 @@ def test_a_folder_whose_rows_have_no_image_is_refused(image_folder):
 @pytest.fixture
 def parquet_path(tmp_path):
     """Forty rows whose question is their number."""
-    rows = []
+    data_rows = []
     for number in range(40):
-        rows.append({"image": inside(COLOURS[number % 6]), "question": f"{number}?"})
+        data_rows.append({"image": inside(COLOURS[number % 6]), "question": f"{number}?"})
     file_path = tmp_path / "rows.parquet"
-    Dataset.from_list(rows).cast_column("image", Image()).to_parquet(str(file_path))
+    Dataset.from_list(data_rows).cast_column("image", Image()).to_parquet(str(file_path))
     return str(file_path)
 
 
@@ -115,35 +115,35 @@ def test_a_row_gives_its_first_image_and_question(tmp_path):
         {"role": "assistant", "content": "no"},
         {"role": "user", "content": "B?"},
     ]
-    row = {"messages": messages, "images": ["red.png", "blue.png"]}
-    train_data.write_json(tmp_path / "mine", [row])
+    data_row = {"messages": messages, "images": ["red.png", "blue.png"]}
+    train_data.write_json(tmp_path / "mine", [data_row])
     (sample,) = load_samples(str(tmp_path / "mine"), 9).samples
     assert sample.question == "A?"
     assert "red.png" in sample.name
 
 
 def test_rows_without_an_image_are_skipped(tmp_path, caplog):
-    rows = [
+    data_rows = [
         {"question": "no image?", "answer": "a"},
         {"question": "  what?\n", "image": "red.png"},
         {"question": "no image?"},
     ]
-    train_data.write_json(tmp_path / "mine", rows)
+    train_data.write_json(tmp_path / "mine", data_rows)
     loaded = load_samples(str(tmp_path / "mine"), 2)
     assert drawn_questions(loaded) == {"data.json, row 1 (red.png)": "what?"}
     assert "has only 1 samples, not 2" in caplog.text
 
 
 def test_a_row_without_a_question_is_refused(tmp_path):
-    row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["red.png"]}
-    train_data.write_json(tmp_path / "silent", [row])
+    data_row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["red.png"]}
+    train_data.write_json(tmp_path / "silent", [data_row])
     with pytest.raises(ValueError, match=r"row 0 \(red.png\) has no question"):
         load_samples(str(tmp_path / "silent"), 1)
 
 
 def test_a_row_whose_image_is_missing_is_refused(tmp_path):
-    row = {"question": "what?", "image": str(tmp_path / "gone.png")}
-    train_data.write_json(tmp_path / "gone", [row])
+    data_row = {"question": "what?", "image": str(tmp_path / "gone.png")}
+    train_data.write_json(tmp_path / "gone", [data_row])
     with pytest.raises(ValueError, match=r"row 0 \(gone.png\) cannot be used: "):
         load_samples(str(tmp_path / "gone"), 1)
 
@@ -173,11 +173,11 @@ def test_a_row_that_cannot_be_read_is_an_error_if_it_has_an_image(tmp_path, row,
 @pytest.fixture
 def data_root(tmp_path):
     """Data in two splits, and in a folder with a colon in its name."""
-    row = {"question": "what\ud83d?", "image": "red.png"}
+    data_row = {"question": "what\ud83d?", "image": "red.png"}
     for file_name in ("mine/train.jsonl", "mine/val.jsonl", "one:two/train.jsonl"):
         file_path = tmp_path / file_name
         file_path.parent.mkdir(exist_ok=True)
-        file_path.write_text(json.dumps(row) + "\n")
+        file_path.write_text(json.dumps(data_row) + "\n")
         train_data.images(file_path.parent, "red.png")
     return tmp_path
 
@@ -214,8 +214,8 @@ def test_of_a_stream_the_first_rows_are_read_shuffled(tmp_path, streaming, expec
 
     orders = set()
     for seed in range(4):
-        rows = _read_shuffled(source, 3, Random(seed))
-        order = tuple(raw_row["number"] for _, _, raw_row in rows)
+        data_rows = _read_shuffled(source, 3, Random(seed))
+        order = tuple(raw_row["number"] for _, _, raw_row in data_rows)
         assert sorted(order) == list(range(expected_count))
         orders.add(order)
     assert len(orders) > 1
@@ -259,10 +259,10 @@ def make_samples(*questions) -> list[Sample]:
 
 
 def decode_without_padding(processor, batch):
-    texts = []
+    decoded_texts = []
     for token_ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-        texts.append(processor.decode(token_ids[mask.bool()]))
-    return texts
+        decoded_texts.append(processor.decode(token_ids[mask.bool()]))
+    return decoded_texts
 
 
 def check_padded_on_the_left(batch):
@@ -287,14 +287,14 @@ def samples():
 def test_batches_are_what_the_chat_template_says(processor, samples):
     # So the end of the sequence pads.
     processor.tokenizer.pad_token = None
-    texts = []
-    for batch in batches(processor, samples, 2):
-        texts.append(decode_without_padding(processor, batch))
+    decoded_texts = []
+    for model_inputs in batches(processor, samples, 2):
+        decoded_texts.append(decode_without_padding(processor, model_inputs))
     prompts = []
     for sample in samples:
         question = f"{'<image>' * 4}{sample.question}"
         prompts.append(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
-    assert texts == [prompts[:2], prompts[2:]]
+    assert decoded_texts == [prompts[:2], prompts[2:]]
 
 
 def test_batches_are_padded_on_the_left_with_the_end_of_the_sequence(processor, samples):
@@ -329,8 +329,8 @@ def test_rows_of_a_batch_that_cannot_be_made_are_named(processor):
 
 def test_a_padding_token_of_the_tokenizer_pads(processor):
     processor.tokenizer.pad_token = "z"
-    (batch,) = batches(processor, make_samples("Long question here?", "Short?"), 2)
-    assert processor.decode(batch["input_ids"][1, :2]) == "zz"
+    (model_inputs,) = batches(processor, make_samples("Long question here?", "Short?"), 2)
+    assert processor.decode(model_inputs["input_ids"][1, :2]) == "zz"
 
 
 def test_labels_are_left_out(processor, monkeypatch):
@@ -342,17 +342,17 @@ def test_labels_are_left_out(processor, monkeypatch):
         return inputs
 
     monkeypatch.setattr(processor, "apply_chat_template", apply_with_labels)
-    (batch,) = batches(processor, make_samples("Long question here?", "Short?"), 2)
-    assert "labels" not in batch
+    (model_inputs,) = batches(processor, make_samples("Long question here?", "Short?"), 2)
+    assert "labels" not in model_inputs
 
 
 def test_without_a_chat_template_a_line_break_parts_image_and_question(processor):
     processor.chat_template = None
     samples = make_samples("Long question here?", "Short?")
-    (batch,) = batches(processor, samples, 2)
+    (model_inputs,) = batches(processor, samples, 2)
     expected = [f"{'<image>' * 4}\n{sample.question}" for sample in samples]
-    assert decode_without_padding(processor, batch) == expected
-    check_padded_on_the_left(batch)
+    assert decode_without_padding(processor, model_inputs) == expected
+    check_padded_on_the_left(model_inputs)
     images = [sample.image for sample in samples]
     image_inputs = processor.image_processor(images=images, return_tensors="pt")
-    assert torch.equal(batch["pixel_values"], image_inputs["pixel_values"])
+    assert torch.equal(model_inputs["pixel_values"], image_inputs["pixel_values"])

@@ -60,9 +60,9 @@ def with_rotation(
         less_in = layers - 1
         if asymmetry is None or asymmetry >= 1:
             less_in = 0
-    text = [0.5] * layers
+    text_curve = [0.5] * layers
     visual = [0.4] * less_in + [0.6] * (layers - less_in)
-    rotation = {"visual": Curve(visual, text), "text": Curve(text, text)}
+    rotation = {"visual": Curve(visual, text_curve), "text": Curve(text_curve, text_curve)}
     return with_depth(report, asymmetry=asymmetry, asymmetry_error=error, rotation=rotation)
 
 
@@ -549,9 +549,9 @@ def test_attention_at_the_bottom_is_judged_by_the_same_rule(biases, outcome):
     assert f"questions: {len(biases)}" in finding.sentence
 
 
-def with_entropies(values: list[float]) -> list[Attention]:
+def with_entropies(entropies: list[float]) -> list[Attention]:
     answer = attention_of("Where?", 4)
-    return [replace(answer, entropy=[value] * 4) for value in values]
+    return [replace(answer, entropy=[entropy] * 4) for entropy in entropies]
 
 
 @pytest.mark.parametrize(
@@ -624,8 +624,8 @@ def test_each_sample_counts_once_in_the_error_of_a_norm(deviation, samples, outc
 @pytest.mark.parametrize(("deviation", "outcome"), [(0.1, "agrees"), (1.0, "unclear")])
 def test_without_n_text_the_text_in_the_data_has_an_error_too(deviation, outcome):
     """4 minus twice 4 * hypot(3 / 4, deviation) / 8: 3.24 and 2.75."""
-    text = Moments(2.0, 2 * deviation, 713)
-    report = with_interface(paper_model(None, (8.0, 6.0), 99.0), vocabulary=None, text=text)
+    text_moments = Moments(2.0, 2 * deviation, 713)
+    report = with_interface(paper_model(None, (8.0, 6.0), 99.0), vocabulary=None, text=text_moments)
     finding = check_claims(report)["decoder"]
     assert finding.outcome == outcome
     assert "at 4.0 ×" in finding.sentence
@@ -646,16 +646,16 @@ def test_the_paper_has_four_models_in_table_2():
 def test_the_models_of_table_2_have_the_paper_s_difference_of_norms(model_row):
     """With the 64 images that a diagnosis takes by default. The paper took 1000."""
     before = (model_row["before_mean"], model_row["before_std"])
-    after = (model_row["after_mean"], model_row["after_std"])
-    outcomes = check_outcomes(paper_model(before, after, model_row["text_mean"]))
+    after_projector = (model_row["after_mean"], model_row["after_std"])
+    outcomes = check_outcomes(paper_model(before, after_projector, model_row["text_mean"]))
     assert outcomes["projector"] == "agrees"
     assert outcomes["decoder"] == "agrees"
 
 
 def test_the_model_of_table_3_has_the_paper_s_difference_of_norms():
-    ovis = paper_tables()["table_3_ovis2_5"]
-    after = (ovis["visual_mean"], ovis["visual_std"])
-    outcomes = check_outcomes(paper_model(None, after, ovis["text_mean"]))
+    ovis_row = paper_tables()["table_3_ovis2_5"]
+    after_projector = (ovis_row["visual_mean"], ovis_row["visual_std"])
+    outcomes = check_outcomes(paper_model(None, after_projector, ovis_row["text_mean"]))
     assert outcomes["decoder"] == "agrees"
     assert outcomes["projector"] == "not measured"
 
@@ -710,18 +710,18 @@ def test_every_outcome_of_the_rule_by_hand(criterion, value, error, outcome):
 
 
 def test_docs_show_the_table_of_the_code():
-    docs = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
-    _, _, after_heading = docs.partition("## When a claim holds")
+    docs_text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    _, _, after_heading = docs_text.partition("## When a claim holds")
     section, _, _ = after_heading.partition("\n## ")
     _, *table_rows = re.findall(r"^\| (.+) \|$", section, re.MULTILINE)
     assert len(table_rows) == len(CRITERIA)
     for table_row, criterion in zip(table_rows, CRITERIA.values(), strict=True):
-        claim, effect, threshold, error, reason = table_row.split(" | ")
+        claim, effect, threshold, error_text, reason = table_row.split(" | ")
         expected_claim, _, _ = criterion.claim.partition(":")
         assert claim == expected_claim
         assert effect == criterion.effect
         assert threshold == f"{criterion.relation} {criterion.matters:.4g}"
-        assert error == criterion.error
+        assert error_text == criterion.error
         assert reason == criterion.reason
 
 
@@ -753,29 +753,29 @@ def read_report(content: dict) -> Report:
 
 def read_interface(content: dict) -> Interface:
     norms = {}
-    for name, value in content.items():
-        norms[name] = value
-        if isinstance(value, dict):
-            norms[name] = Moments(**value)
+    for field_name, field_value in content.items():
+        norms[field_name] = field_value
+        if isinstance(field_value, dict):
+            norms[field_name] = Moments(**field_value)
     return Interface(**norms)
 
 
 def read_depth(content: dict) -> Depth:
     depth = {}
-    for name, value in content.items():
-        if name == "final_norm":
-            depth[name] = {kind: Moments(**of_kind) for kind, of_kind in value.items()}
-        elif isinstance(value, dict):
-            depth[name] = {kind: read_curve(of_kind) for kind, of_kind in value.items()}
+    for field_name, field_value in content.items():
+        if field_name == "final_norm":
+            depth[field_name] = {kind: Moments(**of_kind) for kind, of_kind in field_value.items()}
+        elif isinstance(field_value, dict):
+            depth[field_name] = {kind: read_curve(of_kind) for kind, of_kind in field_value.items()}
         else:
-            depth[name] = value
+            depth[field_name] = field_value
     return Depth(**depth)
 
 
 def read_curve(content: dict) -> Curve:
     numbers = {}
-    for name, values in content.items():
-        numbers[name] = [math.nan if value is None else value for value in values]
+    for field_name, values in content.items():
+        numbers[field_name] = [math.nan if value is None else value for value in values]
     return Curve(**numbers)
 
 
@@ -787,8 +787,8 @@ def stored_content():
 
 def test_the_stored_report_has_today_s_fields(stored_content):
     assert stored_content["schema_version"] == SCHEMA_VERSION
-    for name in ("report", "against"):
-        content = stored_content[name]
+    for model in ("report", "against"):
+        content = stored_content[model]
         assert list(content) == [field.name for field in fields(Report)]
         assert list(content["interface"]) == [field.name for field in fields(Interface)]
 
@@ -804,15 +804,15 @@ def test_docs_and_diagnosis_say_the_same_of_the_quickstart_s_model(stored_conten
     """docs/quickstart.md: without the norm it does not have the paper's problem."""
     report = read_report(stored_content["report"])
     baseline = read_report(stored_content["against"])
-    docs = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    assert "does not have the paper's problem" in docs
+    docs_text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert "does not have the paper's problem" in docs_text
     assert "does not have the problem" in problem(report)
     assert "does not have the problem" in problem(baseline)
 
     ratio_row = r"^\| norm, visual over text \| ([\d.]+) \| ([\d.]+) \|"
-    ((baseline_ratio, ratio),) = re.findall(ratio_row, docs, re.MULTILINE)
+    ((baseline_ratio, ratio),) = re.findall(ratio_row, docs_text, re.MULTILINE)
     assert baseline_ratio == f"{baseline.interface.ratio:.2f}"
     assert ratio == f"{report.interface.ratio:.2f}"
     rotation_row = r"^\| rotation, visual over text \| ([\d.]+)"
-    rotations = re.findall(rotation_row, docs, re.MULTILINE)
+    rotations = re.findall(rotation_row, docs_text, re.MULTILINE)
     assert rotations == [f"{baseline.depth.asymmetry:.3f}"]

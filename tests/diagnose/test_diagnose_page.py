@@ -56,6 +56,13 @@ def with_interface(report, **changes):
     return replace(report, interface=replace(report.interface, **changes))
 
 
+def only_axes(drawn):
+    """The axes of a drawn figure that has one of them."""
+    figure, _ = drawn
+    (axes,) = figure.axes
+    return axes
+
+
 def file_names(drawings):
     return [drawing.file for drawing in drawings]
 
@@ -66,7 +73,7 @@ def mean_shares(answer):
 
 
 def dotted_lines(axes):
-    return [line for line in axes.lines if line.get_linestyle() == ":"]
+    return [drawn_line for drawn_line in axes.lines if drawn_line.get_linestyle() == ":"]
 
 
 def test_what_was_measured_is_drawn(image_folder):
@@ -105,8 +112,7 @@ def test_kinds_of_token_that_do_not_occur_are_not_drawn():
     visual_report = replace(report, depth=replace(report.depth, norm=visual_norms))
     models = shown(visual_report, None)
     for draw_figure in (norms, cosine, rotation):
-        figure, _ = draw_figure(models)
-        (axes,) = figure.axes
+        axes = only_axes(draw_figure(models))
         assert [curve.get_label() for curve in axes.lines] == ["visual, llava-baseline"]
 
 
@@ -126,8 +132,7 @@ def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has()
     zero = Moments(0.0, 0.0, 4)
     report = with_interface(diagnosed(1.02, "layer_norm", "ours"), special=zero)
     baseline = with_interface(diagnosed(model="base"), special=zero)
-    figure, _ = interface(shown(report, baseline))
-    (axes,) = figure.axes
+    axes = only_axes(interface(shown(report, baseline)))
     labels = [label.get_text() for label in axes.get_yticklabels()]
 
     stage_of_label = {label: stage for stage, (_, label) in STAGES.items()}
@@ -136,7 +141,7 @@ def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has()
     expected_bars = []
     for stage_row, label in enumerate(labels):
         stage = stage_of_label[label]
-        # Of a stage, the baseline's bar is above, and none lies on another.
+        # The baseline's bar is above the model's, and none lies on another.
         for offset, drawn_report in ((-0.17, baseline), (0.17, report)):
             moments = getattr(drawn_report.interface, stage)
             if moments:
@@ -154,10 +159,9 @@ def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has()
 
 def test_the_interface_has_a_logarithmic_axis_with_a_line_at_n_text():
     report = diagnosed(1.02, "layer_norm", "ours")
-    figure, _ = interface(shown(report, diagnosed(model="base")))
-    (axes,) = figure.axes
-    (line,) = dotted_lines(axes)
-    assert list(line.get_xdata()) == [report.interface.vocabulary.mean] * 2
+    axes = only_axes(interface(shown(report, diagnosed(model="base"))))
+    (drawn_line,) = dotted_lines(axes)
+    assert list(drawn_line.get_xdata()) == [report.interface.vocabulary.mean] * 2
     assert axes.get_xscale() == "log"
     first_end, second_end = axes.get_ylim()
     assert first_end > second_end
@@ -170,19 +174,17 @@ def test_the_interface_leaves_out_what_a_logarithm_or_a_model_lacks():
         vocabulary=Moments(2.0, 0.1, 9),
     )
     baseline = with_interface(diagnosed(model="base"), special=None)
-    figure, _ = interface(shown(report, baseline))
-    (axes,) = figure.axes
+    axes = only_axes(interface(shown(report, baseline)))
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert "special tokens, as received" not in labels
     # N_text of the model, not of its baseline.
-    (line,) = dotted_lines(axes)
-    assert list(line.get_xdata()) == [2.0, 2.0]
+    (drawn_line,) = dotted_lines(axes)
+    assert list(drawn_line.get_xdata()) == [2.0, 2.0]
 
 
 def test_the_interface_has_no_line_if_n_text_is_not_known():
     report = with_interface(diagnosed(1.02, "layer_norm", "ours"), vocabulary=None, ratio=None)
-    figure, _ = interface(shown(report, None))
-    (axes,) = figure.axes
+    axes = only_axes(interface(shown(report, None)))
     assert dotted_lines(axes) == []
 
 
@@ -231,7 +233,7 @@ def test_the_title_of_rotation_has_the_asymmetry():
 def ratios_in_title(drawn):
     figure, _ = drawn
     title = " ".join(figure.get_suptitle().split())
-    return [float(ratio) for ratio in re.findall(r"([\d.]+) ×", title)]
+    return [float(ratio_text) for ratio_text in re.findall(r"([\d.]+) ×", title)]
 
 
 def test_the_title_of_cosine_has_the_means_of_the_model():
@@ -259,9 +261,9 @@ def test_dynamics_show_each_step_of_the_models_that_recorded_them():
 
 
 def check_lines_of_steps(axes, expected):
-    assert [list(line.get_xdata()) for line in axes.lines] == [[1, 2, 3]] * 3
-    assert [list(line.get_ydata()) for line in axes.lines] == expected
-    colours = {tuple(line.get_color()) for line in axes.lines}
+    assert [list(drawn_line.get_xdata()) for drawn_line in axes.lines] == [[1, 2, 3]] * 3
+    assert [list(drawn_line.get_ydata()) for drawn_line in axes.lines] == expected
+    colours = {tuple(drawn_line.get_color()) for drawn_line in axes.lines}
     assert len(colours) == 3
 
 
@@ -277,8 +279,7 @@ def depth_figure(request):
     """A figure by layer: its quantity, its axes, and the reports of the model and its baseline."""
     report = diagnosed(1.0, model="same", layers=5)
     baseline = diagnosed(30.0, model="same", layers=7)
-    figure, _ = DEPTH_FIGURES[request.param](shown(report, baseline))
-    (axes,) = figure.axes
+    axes = only_axes(DEPTH_FIGURES[request.param](shown(report, baseline)))
     return request.param, axes, report, baseline
 
 
@@ -332,8 +333,7 @@ def test_only_norms_have_a_logarithmic_axis(depth_figure):
 
 
 def test_rotation_starts_at_zero():
-    figure, _ = rotation(shown(diagnosed(1.0, layers=5), diagnosed(30.0, layers=7)))
-    (axes,) = figure.axes
+    axes = only_axes(rotation(shown(diagnosed(1.0, layers=5), diagnosed(30.0, layers=7))))
     assert axes.get_ylim()[0] == 0
 
 
@@ -586,8 +586,8 @@ def compared_reports():
 
 
 def test_every_number_appears(tmp_path, compared_reports):
-    page = write_report(tmp_path, *compared_reports)
-    cells = set(re.findall(r">([^<>\n]+)<", page))
+    page_text = write_report(tmp_path, *compared_reports)
+    cells = set(re.findall(r">([^<>\n]+)<", page_text))
     assert {
         "71.78 ± 13.95",
         "28.71 ± 16.87",
@@ -612,25 +612,25 @@ def test_every_number_appears(tmp_path, compared_reports):
 
 def test_every_sentence_of_verdict_and_findings_appears(tmp_path, compared_reports):
     report, baseline = compared_reports
-    page = unescape(write_report(tmp_path, report, baseline)).replace("\u00a0", " ")
+    page_text = unescape(write_report(tmp_path, report, baseline)).replace("\u00a0", " ")
     for sentence in verdict(report, baseline):
-        assert sentence in page
+        assert sentence in page_text
     for finding in findings(report, baseline):
-        assert finding.sentence in page
-        assert finding.claim in page
+        assert finding.sentence in page_text
+        assert finding.claim in page_text
 
 
 def test_what_was_left_out_appears_once(tmp_path, compared_reports):
-    page = write_report(tmp_path, *compared_reports)
-    _, _, after_heading = page.partition('id="left-out"')
+    page_text = write_report(tmp_path, *compared_reports)
+    _, _, after_heading = page_text.partition('id="left-out"')
     section, _, _ = after_heading.partition("</ul>")
     reasons = re.findall(r"<li>([^<]+)</li>", section)
     assert reasons == ["Attention: it takes images.", "N_text"]
 
 
 def test_every_figure_is_within_the_page(tmp_path, compared_reports):
-    page = write_report(tmp_path, *compared_reports)
-    encoded_figures = re.findall(r'src="data:image/png;base64,([^"]*)" alt="([^"]*)"', page)
+    page_text = write_report(tmp_path, *compared_reports)
+    encoded_figures = re.findall(r'src="data:image/png;base64,([^"]*)" alt="([^"]*)"', page_text)
     figures = {title: b64decode(encoded) for encoded, title in encoded_figures}
     assert figures == {
         "norms": (tmp_path / "norms.png").read_bytes(),
@@ -657,19 +657,19 @@ def write_hostile_report(folder):
 
 
 def test_the_page_escapes_text_of_data(tmp_path):
-    page = write_hostile_report(tmp_path)
-    assert HOSTILE not in page
-    assert page.count("&lt;script&gt;") >= 2
+    page_text = write_hostile_report(tmp_path)
+    assert HOSTILE not in page_text
+    assert page_text.count("&lt;script&gt;") >= 2
 
 
 def test_the_page_refers_to_nothing_outside(tmp_path):
-    page = write_hostile_report(tmp_path)
-    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in page
-    assert str(tmp_path) not in page
-    element_ids = re.findall(r' id="([^"]*)"', page)
-    for link in re.findall(r' href="([^"]*)"', page):
+    page_text = write_hostile_report(tmp_path)
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in page_text
+    assert str(tmp_path) not in page_text
+    element_ids = re.findall(r' id="([^"]*)"', page_text)
+    for link in re.findall(r' href="([^"]*)"', page_text):
         assert link.removeprefix("#") in {"data:,", *element_ids}
-    for source in re.findall(r' src="([^"]*)"', page):
+    for source in re.findall(r' src="([^"]*)"', page_text):
         assert source.startswith("data:image/png;base64,iVBOR")
 
 
@@ -678,10 +678,10 @@ def test_in_a_browser_it_loads_nothing_from_outside_and_runs_no_text_of_data(tmp
     address = (tmp_path / "report.html").as_uri()
     with chromium(tmp_path / "profile") as browser:
         for width, dark in ((1280, False), (390, False), (390, True)):
-            page = load(browser, address, width, dark=dark)
-            assert page.console == []
-            assert page.failed == []
-            assert page.undecoded == []
-            assert page.requests == [address]
-            assert page.inner_width == width
-            assert page.scroll_width <= page.client_width
+            browser_page = load(browser, address, width, dark=dark)
+            assert browser_page.console == []
+            assert browser_page.failed == []
+            assert browser_page.undecoded == []
+            assert browser_page.requests == [address]
+            assert browser_page.inner_width == width
+            assert browser_page.scroll_width <= browser_page.client_width

@@ -36,7 +36,7 @@ def scores(task, *answers):
 
 
 def write_lines(file_path, *rows):
-    file_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file_path.write_text("".join(json.dumps(data_row) + "\n" for data_row in rows))
     return str(file_path)
 
 
@@ -46,8 +46,8 @@ def write_folder(folder, *rows):
     for number in range(2 + len(rows)):
         (folder / f"{number}.png").write_bytes(training.image(number))
     metadata = []
-    for number, row in enumerate(rows):
-        metadata.append({"file_names": [f"{number}.png"], **row})
+    for number, data_row in enumerate(rows):
+        metadata.append({"file_names": [f"{number}.png"], **data_row})
     write_lines(folder / "metadata.jsonl", *metadata)
     return str(folder)
 
@@ -66,11 +66,11 @@ def test_exact_match_by_hand(tmp_path):
         question_row("and this?", "a kite"),
         question_row("and this?", "?"),
     )
-    task = own_task(folder)
+    evaluation_task = own_task(folder)
     answers = (" A  Kite!", "a red kite", "-5", "a kite", "a kite or a bird", "")
-    result, requests = scores(task, *answers, "A kite.")
+    result, requests = scores(evaluation_task, *answers, "A kite.")
 
-    assert task.config.task == "own_my-images"
+    assert evaluation_task.config.task == "own_my-images"
     assert len(requests) == 6 + 2
     assert {request.args[0] for request in requests} == {"<image>what?", "<image>and this?"}
     # The first two are right. To a white image, "A kite." is right to one question of each wording.
@@ -140,8 +140,8 @@ def test_turns_of_finevision_s_rows_are_questions_by_themselves(tmp_path, caplog
         {"texts": [turn_pair("what?", "bird")]},
         {"file_names": ["0.png", "1.png"], "texts": [kind_turn, colour_turn]},
     )
-    task = own_task(folder)
-    result, requests = scores(task, "a kite", "red", "1", "bird", "kite", "blue", "kite")
+    evaluation_task = own_task(folder)
+    result, requests = scores(evaluation_task, "a kite", "red", "1", "bird", "kite", "blue", "kite")
 
     with_images = [request for request in requests if request.idx == 0]
     assert [request.args[0] for request in with_images] == [
@@ -154,17 +154,17 @@ def test_turns_of_finevision_s_rows_are_questions_by_themselves(tmp_path, caplog
     ]
     image_counts = [len(request.args[2]["visual"]) for request in with_images]
     assert image_counts == [1, 1, 1, 1, 2, 2]
-    assert task.eval_docs["answer"] == ["kite", "red", "1", "bird", "kite", "red"]
+    assert evaluation_task.eval_docs["answer"] == ["kite", "red", "1", "bird", "kite", "red"]
     assert result["exact_match"] == pytest.approx(4 / 6)
     assert result["contains"] == pytest.approx(5 / 6)
     assert "2 of 3 rows have several questions" in caplog.text
-    assert "own data of 3 rows, 6 questions" in task.config.dataset_path
+    assert "own data of 3 rows, 6 questions" in evaluation_task.config.dataset_path
 
 
 def test_turns_with_an_image_within_are_not_questions_by_themselves(tmp_path):
     """There a later turn may need the turns before it."""
-    row = {"texts": [turn_pair("So, <image>?", "a"), turn_pair("b?", "b")]}
-    folder = write_folder(tmp_path / "within", row)
+    data_row = {"texts": [turn_pair("So, <image>?", "a"), turn_pair("b?", "b")]}
+    folder = write_folder(tmp_path / "within", data_row)
     with pytest.raises(ValueError, match="it has 2 questions"):
         own_task(folder)
 
@@ -182,11 +182,11 @@ def test_choices_by_hand(tmp_path):
         question_row("So?", "b", choices=["no", "yes"]),
         question_row("So?", "no", choices=["no", "yes"]),
     )
-    task = own_task(file_path)
-    result, requests = scores(task, "A", "yes", "A", "The answer is A.", "A")
+    evaluation_task = own_task(file_path)
+    result, requests = scores(evaluation_task, "A", "yes", "A", "The answer is A.", "A")
 
     assert requests[0].args[0] == CHOICE_PROMPT
-    assert task.eval_docs["answer"] == ["A", "B", "B", "A"]
+    assert evaluation_task.eval_docs["answer"] == ["A", "B", "B", "A"]
     # The answer to a blank image is right to the first and the last; each letter is right to two.
     assert result["acc"] == 3 / 4
     assert result["blank"] == 2 / 4
@@ -194,10 +194,10 @@ def test_choices_by_hand(tmp_path):
 
 
 def test_choices_may_have_a_column_each(tmp_path):
-    row = question_row("So?", "B", A="yes", B="no", C="nan")
-    task = own_task(write_lines(tmp_path / "rows.jsonl", row))
-    assert task.eval_docs[0]["prompt"] == CHOICE_PROMPT
-    result, _ = scores(task, "no", "")
+    data_row = question_row("So?", "B", A="yes", B="no", C="nan")
+    evaluation_task = own_task(write_lines(tmp_path / "rows.jsonl", data_row))
+    assert evaluation_task.eval_docs[0]["prompt"] == CHOICE_PROMPT
+    result, _ = scores(evaluation_task, "no", "")
     assert result["acc"] == 1
 
 
@@ -209,11 +209,11 @@ def test_any_of_several_accepted_answers_is_right(tmp_path, caplog):
         question_row("what?", None, answers=["bird"]),
         question_row("what?", "bird", answers=["bird", "a bird"], tools="x"),
     )
-    task = own_task(file_path)
+    evaluation_task = own_task(file_path)
     # The commonest of several.
-    assert task.eval_docs["answer"] == ["kite", "bird", "bird"]
+    assert evaluation_task.eval_docs["answer"] == ["kite", "bird", "bird"]
 
-    result, _ = scores(task, "A kite.", "kite", "a bird", "kite")
+    result, _ = scores(evaluation_task, "A kite.", "kite", "a bird", "kite")
     # The first and the last are right; to a white image, "kite" is right to the first of three.
     assert result["exact_match"] == pytest.approx(2 / 3)
     assert result["blank"] == pytest.approx(1 / 3)
@@ -233,8 +233,10 @@ def test_the_right_choice_may_be_given_by_its_number(tmp_path):
 
 
 def test_short_answers_get_sixty_four_tokens_and_greedy_decoding(tmp_path):
-    task = own_task(write_lines(tmp_path / "short.jsonl", question_row("what?", "a kite")))
-    assert task.config.generation_kwargs == {
+    evaluation_task = own_task(
+        write_lines(tmp_path / "short.jsonl", question_row("what?", "a kite"))
+    )
+    assert evaluation_task.config.generation_kwargs == {
         "until": [],
         "do_sample": False,
         "temperature": 0.0,
@@ -264,16 +266,16 @@ LONG_ANSWER = "zwölf Äpfel " * 20 + "是"
 )
 def test_the_longest_true_answer_can_be_generated(tmp_path, rows):
     """A token may be one byte, and the end of the turn is a token too."""
-    task = own_task(write_lines(tmp_path / "long.jsonl", *rows))
+    evaluation_task = own_task(write_lines(tmp_path / "long.jsonl", *rows))
     tokens_needed = len(LONG_ANSWER.encode()) + 2
-    assert task.config.generation_kwargs["max_gen_toks"] >= tokens_needed
+    assert evaluation_task.config.generation_kwargs["max_gen_toks"] >= tokens_needed
     assert tokens_needed > len(LONG_ANSWER) + 20
 
 
 def test_the_version_depends_on_questions_answers_and_images(tmp_path):
-    row = question_row("what?", "kite")
-    version = own_task(write_folder(tmp_path / "a", row)).VERSION
-    same_folder = write_folder(tmp_path / "b", row)
+    data_row = question_row("what?", "kite")
+    version = own_task(write_folder(tmp_path / "a", data_row)).VERSION
+    same_folder = write_folder(tmp_path / "b", data_row)
     same_version = own_task(same_folder).VERSION
     assert same_version == version
 
@@ -290,23 +292,23 @@ def test_a_task_is_called_by_its_folder_and_split(tmp_path, monkeypatch):
     write_lines(folder / "train.jsonl", question_row("what?", "kite"))
     write_lines(folder / "test.jsonl", question_row("what?", "bird"))
 
-    task = own_task(f"{folder}:test")
-    assert task.config.task == "own_mine-test"
-    assert task.eval_docs["answer"] == ["bird"]
+    evaluation_task = own_task(f"{folder}:test")
+    assert evaluation_task.config.task == "own_mine-test"
+    assert evaluation_task.eval_docs["answer"] == ["bird"]
 
     monkeypatch.chdir(folder)
     assert own_task(".").config.task == "own_mine"
 
 
 def test_a_task_of_a_file_is_called_by_its_whole_name(tmp_path):
-    row = question_row("what?", "bird")
-    task = own_task(write_lines(tmp_path / "my rows-1.v2.jsonl", row))
-    assert task.config.task == "own_my-rows-1.v2.jsonl"
+    data_row = question_row("what?", "bird")
+    evaluation_task = own_task(write_lines(tmp_path / "my rows-1.v2.jsonl", data_row))
+    assert evaluation_task.config.task == "own_my-rows-1.v2.jsonl"
 
 
 def test_scores_of_the_model_are_good_and_scores_without_it_are_not(tmp_path):
-    task = own_task(write_lines(tmp_path / "rows.jsonl", question_row("what?", "bird")))
-    assert task.higher_is_better() == {
+    evaluation_task = own_task(write_lines(tmp_path / "rows.jsonl", question_row("what?", "bird")))
+    assert evaluation_task.higher_is_better() == {
         "exact_match": True,
         "contains": True,
         "blank": False,
@@ -316,48 +318,48 @@ def test_scores_of_the_model_are_good_and_scores_without_it_are_not(tmp_path):
 
 
 def test_an_answer_of_marks_only_is_read_as_it_is(tmp_path):
-    rows = [question_row("what?", "?"), question_row("what?", "!")]
-    task = own_task(write_lines(tmp_path / "rows.jsonl", *rows))
-    result, _ = scores(task, " ? ", "", "")
+    data_rows = [question_row("what?", "?"), question_row("what?", "!")]
+    evaluation_task = own_task(write_lines(tmp_path / "rows.jsonl", *data_rows))
+    result, _ = scores(evaluation_task, " ? ", "", "")
     assert result["exact_match"] == 1 / 2
 
 
 def test_the_commonest_answer_is_counted_as_answers_are_compared(tmp_path):
-    rows = [question_row("what?", answer) for answer in ("A kite.", "a kite", "bird")]
-    task = own_task(write_lines(tmp_path / "rows.jsonl", *rows))
-    result, _ = scores(task, "", "", "", "")
+    data_rows = [question_row("what?", answer) for answer in ("A kite.", "a kite", "bird")]
+    evaluation_task = own_task(write_lines(tmp_path / "rows.jsonl", *data_rows))
+    result, _ = scores(evaluation_task, "", "", "", "")
     assert result["commonest"] == 2 / 3
 
 
 def test_captions_are_all_right(tmp_path, caplog):
     caplog.set_level("INFO")
     image_folder = write_folder(tmp_path / "images", question_row("?", "it"))
-    row = {"caption": ["a kite", "a red kite"], "image": "0.png"}
-    file_path = write_lines(tmp_path / "captions.jsonl", row)
+    data_row = {"caption": ["a kite", "a red kite"], "image": "0.png"}
+    file_path = write_lines(tmp_path / "captions.jsonl", data_row)
 
-    task = own_task(file_path, image_folder=image_folder)
-    assert task.eval_docs["answers"] == [["a kite", "a red kite"]]
+    evaluation_task = own_task(file_path, image_folder=image_folder)
+    assert evaluation_task.eval_docs["answers"] == [["a kite", "a red kite"]]
     assert "is learned" not in caplog.text
 
 
 @pytest.mark.parametrize("answer", ["F", "6"])
 def test_choices_may_be_more_than_four(tmp_path, answer):
-    row = question_row("which?", "6", choices=["1", "2", "3", "4", "5", "6"])
-    task = own_task(write_lines(tmp_path / "six.jsonl", row))
-    result, _ = scores(task, answer, "")
+    data_row = question_row("which?", "6", choices=["1", "2", "3", "4", "5", "6"])
+    evaluation_task = own_task(write_lines(tmp_path / "six.jsonl", data_row))
+    result, _ = scores(evaluation_task, answer, "")
     assert result["acc"] == 1
 
 
 def test_data_whose_images_are_not_read_are_refused(tmp_path):
-    row = question_row("what?", "it", figure="0.png")
-    file_path = write_lines(tmp_path / "rows.jsonl", row)
+    data_row = question_row("what?", "it", figure="0.png")
+    file_path = write_lines(tmp_path / "rows.jsonl", data_row)
     with pytest.raises(ValueError, match="what looks like an image is not read: column figure"):
         own_task(file_path)
 
 
 def test_data_without_rows_are_refused(tmp_path, monkeypatch):
-    row = question_row("what?", "it", figure="0.png")
-    file_path = write_lines(tmp_path / "rows.jsonl", row)
+    data_row = question_row("what?", "it", figure="0.png")
+    file_path = write_lines(tmp_path / "rows.jsonl", data_row)
     monkeypatch.setattr(own_data, "parse_rows", lambda *args: [])
     with pytest.raises(ValueError, match="rows.jsonl has no rows"):
         own_task(file_path)
@@ -371,9 +373,9 @@ def test_several_images_and_a_system_turn_are_asked(tmp_path):
         {"role": "user", "content": [image, text, image]},
         ASSISTANT_TURN,
     ]
-    row = {"file_names": ["0.png", "1.png"], "messages": turns}
-    task = own_task(write_folder(tmp_path / "images", row))
-    result, requests = scores(task, "What", "")
+    data_row = {"file_names": ["0.png", "1.png"], "messages": turns}
+    evaluation_task = own_task(write_folder(tmp_path / "images", data_row))
+    result, requests = scores(evaluation_task, "What", "")
 
     assert requests[0].args[0] == "Brief.<image>or<image>"
     assert result["exact_match"] == 1
@@ -425,8 +427,8 @@ def model_folder(checkpoint, tmp_path):
 
 @pytest.fixture
 def image_folder(tmp_path):
-    rows = [question_row(SECRET, "Ann"), question_row(SECRET, "Bob")]
-    return write_folder(tmp_path / "my-images", *rows)
+    data_rows = [question_row(SECRET, "Ann"), question_row(SECRET, "Bob")]
+    return write_folder(tmp_path / "my-images", *data_rows)
 
 
 @pytest.mark.slow
@@ -468,8 +470,8 @@ def check_shown_answers(shown, model_folder):
 
 
 def check_question_that_is_too_long(model_folder, image_folder, tmp_path):
-    row = question_row("what " * 400, "it", image="0.png")
-    file_path = write_lines(tmp_path / "long.jsonl", row)
+    data_row = question_row("what " * 400, "it", image="0.png")
+    file_path = write_lines(tmp_path / "long.jsonl", data_row)
     shown = run_command(
         "evaluate", model_folder, "--data", file_path, "--image-folder", image_folder
     )

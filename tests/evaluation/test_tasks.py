@@ -99,9 +99,9 @@ def scores(folder, task, rows, answers):
 @pytest.mark.parametrize("task", MULTIPLE_CHOICE)
 def test_odd_answers_to_multiple_choice(task, tmp_path):
     answers = list(SCORES_OF_ODD_ANSWERS)
-    rows = [{**MULTIPLE_CHOICE[task], "index": index} for index in range(len(answers))]
+    data_rows = [{**MULTIPLE_CHOICE[task], "index": index} for index in range(len(answers))]
     model = Script(answers)
-    result = run(tmp_path, task, rows, model)
+    result = run(tmp_path, task, data_rows, model)
 
     samples = result["samples"][task]
     score_of_answer = {sample["resps"][0][0]: sample["acc"] for sample in samples}
@@ -172,9 +172,9 @@ def check_request(request):
     ],
 )
 def test_prompts(task, changes, prompt, tmp_path):
-    row = {"index": 0, **ROWS[task], **changes}
+    data_row = {"index": 0, **ROWS[task], **changes}
     model = Script(["B"])
-    run(tmp_path, task, [row], model)
+    run(tmp_path, task, [data_row], model)
     assert model.asked[0].args[0] == f"<image>{prompt}"
 
 
@@ -203,25 +203,25 @@ def test_mmbench_counts_a_question_if_all_its_rotations_are_right(tmp_path):
         # A rotation without its first question counts only in acc.
         (mmbench_row(1_000_999, "B"), "B"),
     ]
-    rows = [row for row, _ in cases]
+    data_rows = [data_row for data_row, _ in cases]
     answers = [answer for _, answer in cases]
-    result = scores(tmp_path, "mmbench_en_dev", rows, answers)
+    result = scores(tmp_path, "mmbench_en_dev", data_rows, answers)
     assert result == pytest.approx({"acc_circular": 2 / 4, "acc": 10 / 12})
 
 
 def test_mmstar_is_the_mean_of_its_categories(tmp_path):
-    # Of three questions on counting one is right, of one on emotion one: (1/3 + 1) / 2.
+    # One of three questions on counting is right, and one of one on emotion: (1/3 + 1) / 2.
     counting_row = {**MMSTAR, "l2_category": "object counting"}
     emotion_row = {**MMSTAR, "l2_category": "image emotion"}
-    rows = [counting_row, counting_row, counting_row, emotion_row]
-    result = scores(tmp_path, "mmstar", rows, ["B", "A", "A or B", "B. a cat"])
+    data_rows = [counting_row, counting_row, counting_row, emotion_row]
+    result = scores(tmp_path, "mmstar", data_rows, ["B", "A", "A or B", "B. a cat"])
     assert result == pytest.approx({"acc_by_category": 2 / 3, "acc": 1 / 2})
 
 
 def test_mmstar_finds_the_options_in_the_question(tmp_path):
     options = "Choices:\n(A) a dog\n(B) a cat\n(C) a red car\n(D) a horse"
-    rows = [{**MMSTAR, "question": f"{QUESTION}\n{options}"}] * 3
-    result = scores(tmp_path, "mmstar", rows, ["a cat", "I see a cat", "a horse"])
+    data_rows = [{**MMSTAR, "question": f"{QUESTION}\n{options}"}] * 3
+    result = scores(tmp_path, "mmstar", data_rows, ["a cat", "I see a cat", "a horse"])
     assert result["acc"] == pytest.approx(2 / 3)
 
 
@@ -234,9 +234,9 @@ def test_seedbench_by_kind_of_image(tmp_path):
         ("web", "B."),
         ("web", "I can't"),
     ]
-    rows = [{**SEED, "question_image_type": image_type} for image_type, _ in cases]
+    data_rows = [{**SEED, "question_image_type": image_type} for image_type, _ in cases]
     answers = [answer for _, answer in cases]
-    result = scores(tmp_path, "seedbench_2_plus", rows, answers)
+    result = scores(tmp_path, "seedbench_2_plus", data_rows, answers)
     expected = {
         "acc": 3 / 6,
         "acc_chart": 1 / 2,
@@ -248,8 +248,8 @@ def test_seedbench_by_kind_of_image(tmp_path):
 
 def test_scienceqa_without_an_image_asks_in_text(tmp_path):
     model = Script(["B", "B"])
-    rows = [SCIENCEQA, {**SCIENCEQA, "image": None}]
-    result = run(tmp_path, "scienceqa", rows, model)
+    data_rows = [SCIENCEQA, {**SCIENCEQA, "image": None}]
+    result = run(tmp_path, "scienceqa", data_rows, model)
     with_image, without_image = model.asked
     assert with_image.args[0].startswith("<image>")
     assert len(with_image.args[2]["visual"]) == 1
@@ -305,9 +305,12 @@ EXPECTED_POPE = {
 
 
 def test_pope(tmp_path):
-    rows = [{**POPE, "category": category, "answer": right} for category, right, _ in POPE_CASES]
-    answers = [answer for _, _, answer in POPE_CASES]
-    result = scores(tmp_path, "pope", rows, answers)
+    data_rows = []
+    answers = []
+    for category, right_answer, answer in POPE_CASES:
+        data_rows.append({**POPE, "category": category, "answer": right_answer})
+        answers.append(answer)
+    result = scores(tmp_path, "pope", data_rows, answers)
     assert result == pytest.approx(EXPECTED_POPE)
 
 
@@ -340,15 +343,15 @@ OCRBENCH_CASES = [
 
 
 def test_ocrbench(tmp_path):
-    rows = []
+    data_rows = []
     answers = []
     for question_type, accepted, answer in OCRBENCH_CASES:
-        row = {**OCRBENCH, "question_type": question_type, "answer": accepted}
+        data_row = {**OCRBENCH, "question_type": question_type, "answer": accepted}
         if question_type == FORMULA:
-            row["dataset"] = "HME100k"
-        rows.append(row)
+            data_row["dataset"] = "HME100k"
+        data_rows.append(data_row)
         answers.append(answer)
-    result = scores(tmp_path, "ocrbench", rows, answers)
+    result = scores(tmp_path, "ocrbench", data_rows, answers)
     expected = {
         "text_recognition": 3,
         "scene_text_vqa": 0,
@@ -362,20 +365,20 @@ def test_ocrbench(tmp_path):
 
 
 def test_a_data_set_that_lacks_columns_is_refused(tmp_path):
-    row = {"question": "?", "answer": "B"}
+    data_row = {"question": "?", "answer": "B"}
     with pytest.raises(ValueError, match="missing columns or new values: A, B, C, D, hint, index."):
-        run(tmp_path, "mmbench_en_dev", [row], Script(["B"]))
+        run(tmp_path, "mmbench_en_dev", [data_row], Script(["B"]))
 
 
 def test_a_data_set_with_new_values_is_refused(tmp_path):
-    row = {**POPE, "answer": "maybe"}
+    data_row = {**POPE, "answer": "maybe"}
     with pytest.raises(ValueError, match="missing columns or new values: answer=maybe."):
-        run(tmp_path, "pope", [row], Script(["B"]))
+        run(tmp_path, "pope", [data_row], Script(["B"]))
 
 
 def test_images_are_opened_only_in_the_formats_of_training(tmp_path):
     postscript = io.BytesIO()
     picture().convert("RGB").save(postscript, "EPS")
-    row = {**POPE, "image": {"bytes": postscript.getvalue(), "path": "cat.jpg"}}
+    data_row = {**POPE, "image": {"bytes": postscript.getvalue(), "path": "cat.jpg"}}
     with pytest.raises(ValueError, match="cat.jpg: cannot identify image file; it is broken, or "):
-        run(tmp_path, "pope", [row], Script(["B"]))
+        run(tmp_path, "pope", [data_row], Script(["B"]))
