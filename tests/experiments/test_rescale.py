@@ -13,16 +13,21 @@ from normalign_llava.fetched.easy_vqa import held_out, load_image
 pytestmark = pytest.mark.slow
 
 
+def assert_scaled(hidden_states, scaled_states, factor):
+    for state, scaled_state in zip(hidden_states, scaled_states, strict=True):
+        assert torch.equal(state * factor, scaled_state)
+
+
 @torch.no_grad()
 def test_logits_are_equal_bit_for_bit(archives):
     model = LlamaForCausalLM.from_pretrained(convert_language(), dtype=torch.float32).eval()
     tokens = torch.tensor([[504, 2591, 314, 253, 8013, 30, 1812, 314, 357, 47]])
-    before = model(tokens, output_hidden_states=True)
+    plain = model(tokens, output_hidden_states=True)
     rescale_language_model(model, 1 / 8)
-    after = model(tokens, output_hidden_states=True)
-    assert torch.equal(before.logits, after.logits)
-    for state, scaled in zip(before.hidden_states[:-1], after.hidden_states[:-1], strict=True):
-        assert torch.equal(state / 8, scaled)
+    scaled = model(tokens, output_hidden_states=True)
+    assert torch.equal(plain.logits, scaled.logits)
+    # The last state is after the last norm.
+    assert_scaled(plain.hidden_states[:-1], scaled.hidden_states[:-1], 1 / 8)
 
 
 @torch.no_grad()
@@ -31,37 +36,74 @@ def test_hidden_states_of_the_encoder_are_multiples_bit_for_bit(archives):
     model = Dinov2Model.from_pretrained(folder, dtype=torch.float32).eval()
     images = [load_image(question.image) for question in held_out(2, 1)[:3]]
     inputs = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")
-    before = model(inputs["pixel_values"], output_hidden_states=True)
+    plain = model(inputs["pixel_values"], output_hidden_states=True)
     rescale_encoder(model, 16)
-    after = model(inputs["pixel_values"], output_hidden_states=True)
-    assert len(before.hidden_states) == 13
-    for state, scaled in zip(before.hidden_states, after.hidden_states, strict=True):
-        assert torch.equal(state * 16, scaled)
-    assert torch.equal(before.last_hidden_state, after.last_hidden_state)
+    scaled = model(inputs["pixel_values"], output_hidden_states=True)
+    assert len(plain.hidden_states) == 13
+    assert_scaled(plain.hidden_states, scaled.hidden_states, 16)
+    assert torch.equal(plain.last_hidden_state, scaled.last_hidden_state)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@torch.no_grad()
-def test_both_parts_are_written_once_at_their_own_scale(tmp_path, tied):
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def source_folders(request, tmp_path):
+    """A tiny vision tower and a language model, whose embeddings are tied or not."""
     vision = tiny_parts.vision(tmp_path / "vision", "dinov2")
-    language = tiny_parts.language(tmp_path / "language", tied=tied)
-    output = tmp_path / "parts"
-    encoder, decoder = rescale(vision, language, output, text=0.125, features=4.0)
-    assert (encoder, decoder) == (output / "vision-4", output / "language-0.125")
+    language = tiny_parts.language(tmp_path / "language", tied=request.param)
+    return vision, language
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "parts"
+
+
+@pytest.fixture
+def scaled_folders(source_folders, output):
+    """The folders of the rescaled encoder and language model."""
+    return rescale(*source_folders, output, text=0.125, features=4.0)
+
+
+def test_folders_of_rescaled_parts_are_named_by_their_factors(scaled_folders, output):
+    encoder, decoder = scaled_folders
+    assert encoder == output / "vision-4"
+    assert decoder == output / "language-0.125"
+
+
+@torch.no_grad()
+def test_a_rescaled_language_model_has_the_same_logits(source_folders, scaled_folders):
+    _, language = source_folders
+    _, decoder = scaled_folders
+    plain_model = LlamaForCausalLM.from_pretrained(language).eval()
+    scaled_model = LlamaForCausalLM.from_pretrained(decoder).eval()
     tokens = torch.arange(3, 20)[None]
-    pixels = torch.randn(2, 3, 16, 16)
-    for model_class, source, result, inputs, factor in (
-        (LlamaForCausalLM, language, decoder, tokens, 0.125),
-        (Dinov2Model, vision, encoder, pixels, 4.0),
-    ):
-        plain, scaled = (model_class.from_pretrained(file).eval() for file in (source, result))
-        before, after = (model(inputs, output_hidden_states=True) for model in (plain, scaled))
-        last = -1 if model_class is LlamaForCausalLM else None  # after the last norm
-        pairs = zip(before.hidden_states[:last], after.hidden_states[:last], strict=True)
-        assert all(torch.equal(state * factor, changed) for state, changed in pairs)
-        assert torch.equal(before[0], after[0])  # logits, or the last norm's output
-    files = [path for path in output.rglob("*") if path.is_file()]
-    written = {path: path.stat().st_mtime_ns for path in files}
-    assert {"tokenizer.json", "preprocessor_config.json"} <= {path.name for path in files}
-    assert rescale(vision, language, output, text=0.125, features=4.0) == (encoder, decoder)
-    assert {path: path.stat().st_mtime_ns for path in files} == written
+    plain = plain_model(tokens, output_hidden_states=True)
+    scaled = scaled_model(tokens, output_hidden_states=True)
+    # The last state is after the last norm.
+    assert_scaled(plain.hidden_states[:-1], scaled.hidden_states[:-1], 0.125)
+    assert torch.equal(plain.logits, scaled.logits)
+
+
+@torch.no_grad()
+def test_a_rescaled_encoder_has_multiples_of_the_hidden_states(source_folders, scaled_folders):
+    vision, _ = source_folders
+    encoder, _ = scaled_folders
+    plain_model = Dinov2Model.from_pretrained(vision).eval()
+    scaled_model = Dinov2Model.from_pretrained(encoder).eval()
+    pixel_values = torch.randn(2, 3, 16, 16)
+    plain = plain_model(pixel_values, output_hidden_states=True)
+    scaled = scaled_model(pixel_values, output_hidden_states=True)
+    assert_scaled(plain.hidden_states, scaled.hidden_states, 4.0)
+    # This is the output of the last norm.
+    assert torch.equal(plain.last_hidden_state, scaled.last_hidden_state)
+
+
+def test_rescaled_parts_are_written_once(source_folders, scaled_folders, output):
+    written_files = [path for path in output.rglob("*") if path.is_file()]
+    file_names = {path.name for path in written_files}
+    assert "tokenizer.json" in file_names
+    assert "preprocessor_config.json" in file_names
+
+    times = [path.stat().st_mtime_ns for path in written_files]
+    again = rescale(*source_folders, output, text=0.125, features=4.0)
+    assert again == scaled_folders
+    assert [path.stat().st_mtime_ns for path in written_files] == times
