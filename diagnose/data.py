@@ -16,11 +16,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from ..console import printable
 from ..data.rows.forms import filled_columns, image_name, known_row, unread_image
 from ..data.rows.images import decode_image
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
-from ..errors import printable
 from ..evaluation.answering import model_inputs, user_turn
 from ..evaluation.questions import label_of_data, row_name, text_of
 from ..fetched.easy_vqa import held_out

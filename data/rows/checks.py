@@ -18,7 +18,7 @@ from rich.progress import track
 from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
-from ...errors import Console, escaped, printable
+from ...console import Console, escaped, printable
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, image_problem
 from .once import warn_once

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from ...errors import printable
+from ...console import printable
 from .images import MAX_PATH, SUFFIXES, short
 from .questions import LETTERS, Question, accepted_answers, read_question
 from .turns import Message, Row, Turn, alternating, image_parts, place_images, read_turns, text_part

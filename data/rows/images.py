@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from ...errors import printable
+from ...console import printable
 from .zips import MAX_IMAGE_BYTES, TOO_LARGE, find_entry, read_entry
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import printable
+from ...console import printable
 from .forms import MARKER, filled_columns, known_row, markers, proposal
 from .images import ImageRules
 from .turns import Message, Row, text_part

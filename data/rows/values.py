@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ...errors import printable
+from ...console import printable
 
 
 _LONGEST_LITERAL = 2**16  # characters of a text in Python's form. It is slow to read.

@@ -49,7 +49,7 @@ def test_the_marked_text_is_what_the_collator_labels(tmp_path, checkpoint):
     data = read(path, processor).train
     batch = ConversationCollator(processor)([data[1]])
     learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
-    pieces = check_data(DataSource(str(path)), str(checkpoint)).example
+    pieces = check_data(DataSource(str(path)), str(checkpoint)).examples[0].pieces
     assert "A red one." in learned
     assert [text for text, is_learned in pieces if is_learned] == [learned]
     images = int((batch["input_ids"] == processor.image_token_id).sum())
@@ -130,7 +130,7 @@ def test_several_rows_or_one_of_a_number_are_shown(tmp_path, checkpoint):
             assert shown[str(number)].strip() == expected[number].strip(), number
     bad = str(check_data(DataSource(str(path)), rows=[6]).rendered())
     assert "row 6" in bad and "Not trained on: the answer in turn 1 is empty" in bad
-    with pytest.raises(ValueError, match="has no row 9; it has 9, from 0 on"):
+    with pytest.raises(ValueError, match="has no row 9. It has 9, from 0 on"):
         check_data(DataSource(str(path)), rows=[9])
 
 
@@ -184,7 +184,7 @@ def test_the_table_has_every_count():
     assert [*table][4:6] == ["of the form most", "of the form few"]  # the commonest first
     check.stops = False
     said = cells(check.table("my data"))["that cannot be trained on"]
-    assert said.startswith("2, ") and "skips" in said
+    assert said.startswith("2 (") and "skips" in said
     report.bad = 0
     assert cells(check.table("my data"))["that cannot be trained on"] == "0"
     check.has_lengths = False
@@ -279,9 +279,9 @@ def test_what_is_learned_is_underlined_in_a_terminal_and_rows_are_apart(tmp_path
     plain = str(check.rendered())
     assert plain.replace("[[", "").replace("]]", "") == text.plain
     assert not plain.startswith("\n") and plain.count("\n\ndata.json, row 1:") == 1
-    assert check.example == check.examples[0].pieces
+
     nothing = check_data(DataSource(str(tmp_path / "data.json")))
-    assert nothing.examples == [] and nothing.example == []
+    assert nothing.examples == []
 
 
 def test_a_number_is_that_of_a_row_in_each_file(tmp_path, checkpoint):

@@ -148,8 +148,8 @@ def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_p
     assert_computes_the_same(trainer, tmp_path)
 
 
-IDLE = "peft_config names {}, which would have no effect. .* down_proj, .* in layers 0 to 1"
-OTHER = "sets {}, which is not supported here"
+IDLE = "peft_config names {}, but this would have no effect. .* down_proj, .* in layers 0 to 1"
+OTHER = "sets {}, but this is not supported here"
 TIES = "The embeddings of this model are its head too"
 REFUSED = [
     (dict(target_modules=["q_proj", "w_proj"]), IDLE.format("w_proj")),

@@ -626,7 +626,7 @@ def test_the_configuration_of_adapters_is_a_copy_to_its_last_part():
 def test_tokens_are_those_that_the_embeddings_have():
     last = tiny.VOCABULARY - 1
     assert of_language(LoraConfig(trainable_token_indices=[0, last])).r
-    with pytest.raises(ValueError, match=f"names token {last + 1}, which would have no effect"):
+    with pytest.raises(ValueError, match=f"names token {last + 1}, but this would have no effect"):
         of_language(LoraConfig(trainable_token_indices=[last + 1]))
 
 
@@ -662,7 +662,7 @@ def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
         check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=saved))
     check_quantized(config, four_bits, 0.0, None)
     for saved in ("gate_proj", "mlp"):
-        with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
+        with pytest.raises(ValueError, match=f"{saved}. It would be quantized"):
             check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=[saved]))
     with pytest.raises(ValueError, match="language_learning_rate 1e-05 would train"):
         check_quantized(config, four_bits, rate, None)
@@ -687,7 +687,7 @@ def test_patterns_name_modules_as_peft_reads_them():
         r".*\.(q|kv)_proj",  # of models that have the one or the other
     ):
         assert of_language(LoraConfig(target_modules=pattern)).target_modules == pattern
-    with pytest.raises(ValueError, match="peft_config names proj, which would have no effect"):
+    with pytest.raises(ValueError, match="peft_config names proj, but this would have no effect"):
         of_language(LoraConfig(exclude_modules=["proj"]))  # the end of names, not a name
 
 

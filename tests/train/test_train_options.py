@@ -33,7 +33,7 @@ from trl import SFTConfig
 
 from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.checkpoint import precision
-from normalign_llava.errors import Terminated
+from normalign_llava.signals import Terminated
 from normalign_llava.train.command import (
     OVERRULED,
     RECIPES,
@@ -444,7 +444,7 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(report_to="nothing"), "report_to 'nothing' is not installed"),
         (dict(test_split_size=2), "between 0 and 1, got 2"),
         (dict(test_split_size=0.1), "test_split_size needs eval_strategy steps or epoch"),
-        (dict(do_eval=True), "do_eval alone evaluates nothing. Set eval_strategy"),
+        (dict(do_eval=True), "do_eval evaluates nothing without eval_strategy"),
         (dict(padding_free=True, neftune_noise_alpha=5.0), "_alpha cannot .* with padding_free"),
         (dict(packing=True, pad_to_multiple_of=8), "pad_to_multiple_of cannot be .* with packing"),
         (dict(packing=True, train_sampling_strategy="batch_rebalance"), "batch_rebalance cannot"),
@@ -456,7 +456,10 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(lora_r=4), "lora_r is for adapters. Add --use_peft"),
         (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit"),
         (dict(bnb_4bit_quant_storage="uint8"), "_quant_storage cannot be used here: .*FSDP"),
-        (dict(learing_rate=1), "no option --learing_rate. Did you mean --learning_rate?"),
+        (
+            dict(learing_rate=1),
+            "option --learing_rate does not exist. Did you mean --learning_rate?",
+        ),
         (dict(max_steps=1.5), "max_steps.* must be a whole number, got '1.5'"),
         (dict(use_peft="maybe"), "use_peft.* must be true or false, got 'maybe'"),
         (dict(early_stopping_patience=2), "needs eval_strategy .*, and load_best_model_at_end"),
@@ -1032,7 +1035,7 @@ def test_a_name_may_stand_for_two_options_or_for_none():
     none += ("chat_template", "conversation", "prompt_template", "num_samples")
     for name in (*none, "template", "max_samples"):
         assert ELSEWHERE[name][0] == ()
-        assert answer_for(name).startswith(f"There is no `{name}` here: ")
+        assert answer_for(name).startswith(f"`{name}` does not exist here: ")
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -1055,12 +1058,14 @@ def test_only_the_name_of_an_unknown_option_is_named(tmp_path):
     for words in (["--learning_speed", "3"], ["--learning_speed=3"]):
         with pytest.raises(ValueError) as error:
             read(tmp_path, "dataset_name: data\n", *words)
-        assert "--learning_speed." in str(error.value) and "3" not in str(error.value)
+        assert "--learning_speed does not exist." in str(error.value) and "3" not in str(
+            error.value
+        )
     with pytest.raises(ValueError, match="--learning_speed, --epoch_count"):
         read(tmp_path, "dataset_name: data\nlearning_speed: 1\n", "--epoch_count=3")
     with pytest.raises(ValueError, match="Did you mean --learning_rate"):
         read(tmp_path, "dataset_name: data\n", "--learing-rate", "1")
-    with pytest.raises(ValueError, match="no option --max_len\\."):  # a part of a name
+    with pytest.raises(ValueError, match="option --max_len does not"):  # a part of a name
         read(tmp_path, "dataset_name: data\n", "--max_len", "64")
     with pytest.raises(ValueError, match="'stray' belongs to no option"):
         read(tmp_path, "dataset_name: data\n", "--seed", "3", "stray")
@@ -1109,8 +1114,8 @@ def test_a_file_comes_before_the_recipe_of_its_name_and_a_folder_does_not(tmp_pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"- a\n- b\n", "is no mapping .* --dataset_name .*my.yaml"),
-        (b"", "is no mapping"),
+        (b"- a\n- b\n", "has no options.* --dataset_name .*my.yaml"),
+        (b"", "has no options"),
         (b"a: [1", "is not valid YAML"),
         (b"a: \xff", "is not valid YAML"),
     ],
@@ -1177,7 +1182,7 @@ def test_zero_needs_deepspeed_before_processes_are_started(monkeypatch, tmp_path
     for file in ("zero2", "zero3", str(tmp_path / "own.yaml")):
         with pytest.raises(ImportError, match="needs deepspeed"):
             launch(file, None, [])
-    with pytest.raises(ValueError, match="no file zero4, .*ddp, fsdp2, zero2, zero3"):
+    with pytest.raises(ValueError, match="file zero4 does not exist. .*ddp, fsdp2, zero2, zero3"):
         launch("zero4", None, [])
 
 
@@ -1328,8 +1333,8 @@ def test_a_name_of_another_tool_is_found_in_the_recipe_and_told_once():
 
 
 def test_the_size_of_a_run_without_a_rank_does_not_hide_an_error():
-    code = "from normalign_llava.errors import errors_for_people\n"
-    code += "with errors_for_people():\n    raise ValueError('what went wrong')\n"
+    code = "from normalign_llava.errors import exit_on_error\n"
+    code += "with exit_on_error():\n    raise ValueError('what went wrong')\n"
     environment = {**os.environ, "WORLD_SIZE": "2"}
     environment.pop("RANK", None)
     done = subprocess.run(

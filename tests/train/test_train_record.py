@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
-from normalign_llava.train.keeping import disk, machine, record, summary
+from normalign_llava.train.keeping import disk, record, summary
 from normalign_llava.train.keeping.same_run import check_resumed
 from normalign_llava.train.loading import LoadedModel
 from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
@@ -50,14 +50,14 @@ def test_bytes_are_read_in_the_unit_that_suits_them(size, read):
 
 def test_dropped_rows_are_counted_and_told_by_kind_of_reason(tmp_path):
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
-    assert summary.render_dropped(dropped) == []
+    assert summary.read_dropped(dropped) == []
     dropped.add(DroppedRow("a.json", 3, "x.png", "x.png: is truncated"))
-    said, line = summary.render_dropped(dropped)
+    said, line = summary.read_dropped(dropped)
     assert said.startswith("1 row ") and str(dropped.path) in said
     assert "a.json, row 3" in line
     for number in range(4, 15):
         dropped.add(DroppedRow("a.json", number, None, f"reason {chr(60 + number)}"))
-    said, *lines = summary.render_dropped(dropped)
+    said, *lines = summary.read_dropped(dropped)
     assert said.startswith("12 rows ")
     assert len(lines) == 11 and "2 more" in lines[-1]
 
@@ -75,7 +75,7 @@ def installed(tmp_path, monkeypatch):
     (root / "train" / "keeping").mkdir(parents=True)
     file = root / "train" / "keeping" / "record.py"
     file.write_text("a = 1\n")
-    monkeypatch.setattr(machine, "__file__", str(file))
+    monkeypatch.setattr(record, "__file__", str(file))
     return root
 
 
@@ -86,12 +86,12 @@ def test_the_commit_of_a_checkout_says_whether_files_were_changed(installed, mon
     git(installed, "tag", "v1")  # names of tags are no commits
     head = git(installed, "rev-parse", "HEAD")
     monkeypatch.chdir(installed.parent)
-    assert machine.code_commit() == head
+    assert record.code_commit() == head
     (installed / "train" / "keeping" / "record.py").write_text("a = 2\n")
-    assert machine.code_commit() == f"{head}-dirty"
+    assert record.code_commit() == f"{head}-dirty"
     (installed / ".git").rename(installed.parent / ".git")  # of what the package is copied into
     assert git(installed, "rev-parse", "HEAD") == head
-    assert head not in (machine.code_commit() or "")
+    assert head not in (record.code_commit() or "")
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_without_a_checkout_the_commit_is_that_which_pip_installed(
     if content:
         (folder / "direct_url.json").write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert machine.code_commit() == commit
+    assert record.code_commit() == commit
     monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
-    assert machine.code_commit() == commit
+    assert record.code_commit() == commit
     monkeypatch.setattr(sys, "path", [])  # nor is this package
-    assert machine.code_commit() is None
+    assert record.code_commit() is None
 
 
 @dataclass
@@ -260,9 +260,9 @@ def test_a_processor_has_the_name_that_the_system_gives_it(tmp_path, monkeypatch
     file = tmp_path / "cpuinfo"
     if lines:
         file.write_text(lines)
-    monkeypatch.setattr(machine, "Path", lambda path: file)
+    monkeypatch.setattr(record, "Path", lambda path: file)
     Accelerator(cpu=True)
-    assert machine.hardware(torch.device("cpu"))["devices"] == [named]
+    assert record.hardware(torch.device("cpu"))["devices"] == [named]
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +370,9 @@ def facts() -> dict:
 
 def test_the_summary_has_each_figure_in_its_column(tmp_path):
     about = {"stage": "align", "arm": "gwc", "options": {"seed": 3}}
-    _, options, modules, data, *lines, run = summary.render(about, facts(), tmp_path).renderables
+    _, options, modules, data, *lines, run = (
+        summary.RunSummary(about, facts(), tmp_path).renderable().renderables
+    )
     assert shown(options) == [["stage", "align"], ["arm", "gwc"], ["seed", "3"]]
     assert shown(modules) == [
         ["vision tower", "1,500", "0", "nf4 + bfloat16", "frozen"],
@@ -394,7 +396,7 @@ def test_the_summary_has_each_figure_in_its_column(tmp_path):
     assert cells["Tokens per image"] == "576"
     batch = "256 rows = 2 per device x 4 process(es) x 32 accumulation step(s)"
     assert cells["Batch"] == batch
-    assert cells["Steps"] == "2,180, of which 66 of warm-up"
+    assert cells["Steps"] == "2,180, 66 of them warm-up"
     assert cells["Autocast"] == "none (bfloat16 is slow)"
     assert cells["Disk"].startswith("7.0 GiB (2 checkpoint(s) of 3.0 GiB at a time); ")
 
@@ -403,9 +405,11 @@ def test_a_packed_batch_is_not_told_as_rows_of_a_pass(tmp_path):
     told = facts()
     told["batch"]["packed"] = True
     told |= dict(autocast="float16", precision_because="")
-    run = summary.render({"stage": None, "arm": None, "options": {}}, told, tmp_path).renderables[
-        -1
-    ]
+    run = (
+        summary.RunSummary({"stage": None, "arm": None, "options": {}}, told, tmp_path)
+        .renderable()
+        .renderables[-1]
+    )
     cells = dict(shown(run))
     packed = "256 rows packed into 4 process(es) x 32 accumulation step(s)"
     assert (cells["Batch"], cells["Autocast"]) == (packed, "float16")

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.command import REFUSED
 from normalign_llava.train.keeping.checkpoints import missing_from, resolve_resume
-from normalign_llava.train.keeping.same_run import COMPARED, FREE, OF_ACCELERATOR
+from normalign_llava.train.keeping.same_run import FREE, OF_ACCELERATOR
 from normalign_llava.train.options import ModelArguments, NormAlignConfig
 
 
@@ -24,6 +24,97 @@ pytestmark = pytest.mark.slow
 
 ADAPTERS = dict(use_peft=True, lora_dropout=0.3)
 SAVED = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+
+COMPARED = frozenset(
+    {
+        # The rows of a step, and their order.
+        "per_device_train_batch_size",
+        "global_batch_size",
+        "gradient_accumulation_steps",
+        "seed",
+        "data_seed",
+        "full_determinism",
+        "train_sampling_strategy",
+        "dataloader_drop_last",
+        "dataloader_in_order",
+        "accelerator_config",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_streaming",
+        "datasets",
+        "columns",
+        "filters",
+        "test_split_size",
+        "shuffle_buffer_size",
+        "dataset_kwargs",
+        "max_length",
+        "packing",
+        "padding_free",
+        "pad_to_multiple_of",
+        "eos_token",
+        # The loss.
+        "stage",
+        "arm",
+        "loss_type",
+        "label_smoothing_factor",
+        "neftune_noise_alpha",
+        "average_tokens_across_devices",
+        # The step.
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "optim",
+        "optim_args",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "optim_target_modules",
+        "max_grad_norm",
+        # Rounding.
+        "bf16",
+        "fp16",
+        "tf32",
+        "dtype",
+        "attn_implementation",
+        "model_init_kwargs",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "use_cache",
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
+        # How the model is divided, and what is sent.
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        # What is trained.
+        "use_peft",
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "lora_target_parameters",
+        "lora_modules_to_save",
+        "lora_task_type",
+        "use_rslora",
+        "use_dora",
+        "load_in_8bit",
+        "load_in_4bit",
+        "bnb_4bit_quant_type",
+        "use_bnb_nested_quant",
+        # Which checkpoint is the result, by figures that the checkpoint's state holds.
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "restore_callback_states_from_checkpoint",
+    }
+)
+"""Options that change steps or the result."""
 
 
 def options() -> set[str]:
@@ -39,7 +130,7 @@ def options() -> set[str]:
 def test_of_every_option_it_is_decided_whether_it_changes_steps():
     assert not FREE & COMPARED
     undecided = options() - FREE - COMPARED
-    assert not undecided, "put each into FREE or COMPARED of train/keeping/same_run.py"
+    assert not undecided, "put each into FREE of train/keeping/same_run.py or into COMPARED"
     assert options() == FREE | COMPARED
     assert {field.name for field in dataclasses.fields(AcceleratorConfig)} == OF_ACCELERATOR.keys()
 
@@ -157,7 +248,7 @@ def run(written, tmp_path):
 
 def test_a_run_is_not_resumed_before_checkpoints_that_would_then_be_the_newest(run, tmp_path):
     named = str(run / "checkpoint-2")
-    with pytest.raises(ValueError, match="holds checkpoint-4, which .* another --output_dir"):
+    with pytest.raises(ValueError, match="holds checkpoint-4. .* another --output_dir"):
         resolve_resume(named, run, 1)
     assert resolve_resume(named, tmp_path / "other", 1) == run / "checkpoint-2"
     os.truncate(run / "checkpoint-4" / "trainer_state.json", 10)  # is written over
@@ -189,7 +280,7 @@ def test_a_state_that_is_cut_short_is_named_before_anything_is_read(run, name):
     os.truncate(file, file.stat().st_size - 30)
     with pytest.raises(ValueError, match=f"lacks a whole {name} .it is damaged"):
         resolve_resume(str(file.parent), run, 1)
-    with pytest.raises(ValueError, match=f"checkpoint-4, which only lacks a whole {name}"):
+    with pytest.raises(ValueError, match=f"checkpoint-4. It only lacks a whole {name}"):
         resolve_resume("last", run, 1)
 
 

@@ -14,7 +14,7 @@ from transformers import TrainerState
 
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train.callbacks.samples import _short, sample_callback
-from normalign_llava.train.callbacks.step_lines import lines_before
+from normalign_llava.train.callbacks.step_lines import read_lines_before
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.options import NormAlignConfig
 
@@ -168,10 +168,10 @@ def test_a_row_with_a_broken_image_is_passed_over_and_four_are_answered_by_defau
 
 def test_lines_of_this_step_and_later_ones_are_dropped(tmp_path):
     file = tmp_path / "samples.jsonl"
-    assert lines_before(file, 2) == []
+    assert read_lines_before(file, 2) == []
     lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
     file.write_text("\n".join(lines) + "\n")
-    assert lines_before(file, 2) == lines[:1]
+    assert read_lines_before(file, 2) == lines[:1]
 
 
 @pytest.mark.parametrize(
