@@ -669,7 +669,7 @@ def first_results(main, plan_of_parts, tried_cells, work):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(
-    plan_of_parts, tried_cells, first_results, capsys
+    capsys, plan_of_parts, tried_cells, first_results
 ):
     failed = first_results
     assert failed == {
