@@ -90,40 +90,40 @@ def known_losses(monkeypatch):
 def logged_entries(known_losses):
     """What is logged in 69 steps of the second stage, after 20 of the first."""
     callback = InformationCallback(QUESTIONS, before=20, last=2 * EVERY)
-    state = TrainerState()
+    trainer_state = TrainerState()
     for step in range(1, 70):
-        state.global_step = step
+        trainer_state.global_step = step
         callback.on_step_end(
             None,
-            state,
+            trainer_state,
             TrainerControl(),
             model="model",
             processing_class="processor",
         )
-    return state.log_history
+    return trainer_state.log_history
 
 
 def test_information_is_logged_at_every_fortieth_step_of_both_stages(logged_entries):
-    first, last = logged_entries
-    assert first["step"] == 20
-    assert first["all_steps"] == 40
-    assert last["step"] == 60
-    assert last["all_steps"] == 80
+    first_entry, last_entry = logged_entries
+    assert first_entry["step"] == 20
+    assert first_entry["all_steps"] == 40
+    assert last_entry["step"] == 60
+    assert last_entry["all_steps"] == 80
 
 
 def test_logged_information_is_the_mean_of_entropy_minus_cross_entropy(logged_entries):
     by_question = np.subtract(entropies(QUESTIONS), LOSSES)
-    first, last = logged_entries
-    assert first["information"] == pytest.approx(by_question.mean())
-    assert last["information"] == first["information"]
-    assert last["information/shape"] == pytest.approx(by_question[[0, 1, 3, 4]].mean())
-    assert last["information/colour"] == pytest.approx(by_question[[2, 5]].mean())
+    first_entry, last_entry = logged_entries
+    assert first_entry["information"] == pytest.approx(by_question.mean())
+    assert last_entry["information"] == first_entry["information"]
+    assert last_entry["information/shape"] == pytest.approx(by_question[[0, 1, 3, 4]].mean())
+    assert last_entry["information/colour"] == pytest.approx(by_question[[2, 5]].mean())
 
 
 def test_the_loss_of_a_wrong_image_is_logged_at_the_last_step(logged_entries):
-    first, last = logged_entries
-    assert "wrong_image" not in first
-    assert last["wrong_image"] == pytest.approx(3.0)
+    first_entry, last_entry = logged_entries
+    assert "wrong_image" not in first_entry
+    assert last_entry["wrong_image"] == pytest.approx(3.0)
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +141,11 @@ def four_questions(archives):
     """Two questions of shape and two of colour, with different answers."""
     held_out_of_kinds = held_out_questions()
     questions = []
-    for first in (held_out_of_kinds[0], held_out_of_kinds[100]):
-        for other in held_out_of_kinds:
-            if other.kind == first.kind and other.answer != first.answer:
-                questions += [first, other]
+    for first_question in (held_out_of_kinds[0], held_out_of_kinds[100]):
+        kind = first_question.kind
+        for other_question in held_out_of_kinds:
+            if other_question.kind == kind and other_question.answer != first_question.answer:
+                questions += [first_question, other_question]
                 break
     assert [question.kind for question in questions] == ["shape", "shape", "colour", "colour"]
     return questions
@@ -159,15 +160,15 @@ def cross_entropy_by_token(model, processor, question):
         return_dict=True,
         return_tensors="pt",
     )
-    nats = 0.0
-    for token in processor.tokenizer(f"{question.answer}<|im_end|>")["input_ids"]:
+    cross_entropy = 0.0
+    for answer_token in processor.tokenizer(f"{question.answer}<|im_end|>")["input_ids"]:
         with torch.no_grad():
             logits = model(**inputs).logits[0, -1].double()
-        nats -= (logits[token] - logits.logsumexp(0)).item()
-        next_token = torch.tensor([[token]])
+        cross_entropy -= (logits[answer_token] - logits.logsumexp(0)).item()
+        next_token = torch.tensor([[answer_token]])
         inputs["input_ids"] = torch.cat([inputs["input_ids"], next_token], dim=1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    return nats
+    return cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -188,16 +189,16 @@ def test_cross_entropy_is_that_of_the_answer_token_by_token(
 
 @pytest.mark.slow
 def test_information_of_a_model_is_logged(model, llava_processor, four_questions, expected_losses):
-    state = TrainerState(global_step=EVERY - 20, max_steps=140)
+    trainer_state = TrainerState(global_step=EVERY - 20, max_steps=140)
     callback = InformationCallback(four_questions, before=20, last=EVERY)
     callback.on_step_end(
         None,
-        state,
+        trainer_state,
         TrainerControl(),
         model=model,
         processing_class=llava_processor,
     )
-    (logged,) = state.log_history
+    (logged,) = trainer_state.log_history
     by_question = np.subtract(entropies(four_questions), expected_losses)
     assert logged["information"] == pytest.approx(by_question.mean(), rel=1e-5)
     assert logged["information/shape"] == pytest.approx(by_question[:2].mean(), rel=1e-5)

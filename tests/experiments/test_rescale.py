@@ -14,20 +14,20 @@ pytestmark = pytest.mark.slow
 
 
 def assert_scaled(hidden_states, scaled_states, factor):
-    for state, scaled_state in zip(hidden_states, scaled_states, strict=True):
-        assert torch.equal(state * factor, scaled_state)
+    for hidden_state, scaled_state in zip(hidden_states, scaled_states, strict=True):
+        assert torch.equal(hidden_state * factor, scaled_state)
 
 
 @torch.no_grad()
 def test_logits_are_equal_bit_for_bit(archives):
     model = LlamaForCausalLM.from_pretrained(convert_language(), dtype=torch.float32).eval()
     tokens = torch.tensor([[504, 2591, 314, 253, 8013, 30, 1812, 314, 357, 47]])
-    plain = model(tokens, output_hidden_states=True)
+    plain_outputs = model(tokens, output_hidden_states=True)
     rescale_language_model(model, 1 / 8)
-    scaled = model(tokens, output_hidden_states=True)
-    assert torch.equal(plain.logits, scaled.logits)
+    scaled_outputs = model(tokens, output_hidden_states=True)
+    assert torch.equal(plain_outputs.logits, scaled_outputs.logits)
     # The last state is after the last norm.
-    assert_scaled(plain.hidden_states[:-1], scaled.hidden_states[:-1], 1 / 8)
+    assert_scaled(plain_outputs.hidden_states[:-1], scaled_outputs.hidden_states[:-1], 1 / 8)
 
 
 @torch.no_grad()
@@ -36,12 +36,12 @@ def test_hidden_states_of_the_encoder_are_multiples_bit_for_bit(archives):
     model = Dinov2Model.from_pretrained(folder, dtype=torch.float32).eval()
     images = [load_image(question.image) for question in held_out(2, 1)[:3]]
     inputs = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")
-    plain = model(inputs["pixel_values"], output_hidden_states=True)
+    plain_outputs = model(inputs["pixel_values"], output_hidden_states=True)
     rescale_encoder(model, 16)
-    scaled = model(inputs["pixel_values"], output_hidden_states=True)
-    assert len(plain.hidden_states) == 13
-    assert_scaled(plain.hidden_states, scaled.hidden_states, 16)
-    assert torch.equal(plain.last_hidden_state, scaled.last_hidden_state)
+    scaled_outputs = model(inputs["pixel_values"], output_hidden_states=True)
+    assert len(plain_outputs.hidden_states) == 13
+    assert_scaled(plain_outputs.hidden_states, scaled_outputs.hidden_states, 16)
+    assert torch.equal(plain_outputs.last_hidden_state, scaled_outputs.last_hidden_state)
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -76,11 +76,11 @@ def test_a_rescaled_language_model_has_the_same_logits(source_folders, scaled_fo
     plain_model = LlamaForCausalLM.from_pretrained(language).eval()
     scaled_model = LlamaForCausalLM.from_pretrained(decoder).eval()
     tokens = torch.arange(3, 20)[None]
-    plain = plain_model(tokens, output_hidden_states=True)
-    scaled = scaled_model(tokens, output_hidden_states=True)
+    plain_outputs = plain_model(tokens, output_hidden_states=True)
+    scaled_outputs = scaled_model(tokens, output_hidden_states=True)
     # The last state is after the last norm.
-    assert_scaled(plain.hidden_states[:-1], scaled.hidden_states[:-1], 0.125)
-    assert torch.equal(plain.logits, scaled.logits)
+    assert_scaled(plain_outputs.hidden_states[:-1], scaled_outputs.hidden_states[:-1], 0.125)
+    assert torch.equal(plain_outputs.logits, scaled_outputs.logits)
 
 
 @torch.no_grad()
@@ -90,20 +90,20 @@ def test_a_rescaled_encoder_has_multiples_of_the_hidden_states(source_folders, s
     plain_model = Dinov2Model.from_pretrained(vision).eval()
     scaled_model = Dinov2Model.from_pretrained(encoder).eval()
     pixel_values = torch.randn(2, 3, 16, 16)
-    plain = plain_model(pixel_values, output_hidden_states=True)
-    scaled = scaled_model(pixel_values, output_hidden_states=True)
-    assert_scaled(plain.hidden_states, scaled.hidden_states, 4.0)
+    plain_outputs = plain_model(pixel_values, output_hidden_states=True)
+    scaled_outputs = scaled_model(pixel_values, output_hidden_states=True)
+    assert_scaled(plain_outputs.hidden_states, scaled_outputs.hidden_states, 4.0)
     # This is the output of the last norm.
-    assert torch.equal(plain.last_hidden_state, scaled.last_hidden_state)
+    assert torch.equal(plain_outputs.last_hidden_state, scaled_outputs.last_hidden_state)
 
 
 def test_rescaled_parts_are_written_once(source_folders, scaled_folders, output):
-    written_files = [path for path in output.rglob("*") if path.is_file()]
-    file_names = {path.name for path in written_files}
+    written_files = [written_file for written_file in output.rglob("*") if written_file.is_file()]
+    file_names = {written_file.name for written_file in written_files}
     assert "tokenizer.json" in file_names
     assert "preprocessor_config.json" in file_names
 
-    times = [path.stat().st_mtime_ns for path in written_files]
-    again = rescale(*source_folders, output, text=0.125, features=4.0)
-    assert again == scaled_folders
-    assert [path.stat().st_mtime_ns for path in written_files] == times
+    written_times = [written_file.stat().st_mtime_ns for written_file in written_files]
+    folders_again = rescale(*source_folders, output, text=0.125, features=4.0)
+    assert folders_again == scaled_folders
+    assert [written_file.stat().st_mtime_ns for written_file in written_files] == written_times

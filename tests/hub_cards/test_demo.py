@@ -87,10 +87,10 @@ def red_image(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def app_url(demo_app, loaded):
-    app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
-    demo_app.launch(app, server_port=free_port(), prevent_thread_lock=True, quiet=True)
-    yield app.local_url
-    app.close()
+    demo_page = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
+    demo_app.launch(demo_page, server_port=free_port(), prevent_thread_lock=True, quiet=True)
+    yield demo_page.local_url
+    demo_page.close()
 
 
 def make_client(address):
@@ -99,8 +99,8 @@ def make_client(address):
 
 def last_of(answers):
     """Returns the last answer and its maps."""
-    *_, last = answers
-    return last
+    *_, last_answer = answers
+    return last_answer
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +123,10 @@ def test_the_page_streams_what_generate_answers(finished_job, checkpoint, red_im
 
 
 def test_the_page_then_shows_the_maps(finished_job):
-    _, maps = finished_job.result()
-    labels = [entry["caption"].partition(":")[0] for entry in maps]
+    _, attention_maps = finished_job.result()
+    labels = [entry["caption"].partition(":")[0] for entry in attention_maps]
     assert labels == ["Mean", "Layer 1", "Layer 2"]
-    assert Image.open(maps[0]["image"]).size == (336, 336)
+    assert Image.open(attention_maps[0]["image"]).size == (336, 336)
 
 
 def sharpen_attention(model):
@@ -167,18 +167,18 @@ class AskedImage:
         return outputs.attentions
 
     def patch_places(self):
-        return [place for place, word in enumerate(self.words) if word == "<image>"][-4:]
+        return [position for position, word in enumerate(self.words) if word == "<image>"][-4:]
 
     def asking_places(self):
         """Returns the places of the words after the image."""
         after_image = range(self.patch_places()[-1] + 1, len(self.words))
-        return [place for place in after_image if "<|im_" not in self.words[place]]
+        return [position for position in after_image if "<|im_" not in self.words[position]]
 
     def expected_shares(self, layer):
         """Returns how much the words after the image look at each patch, in the mean of heads."""
         attention = self.attentions[layer - 1][0]
-        looks = attention[:, self.asking_places()][:, :, self.patch_places()]
-        return looks.mean(dim=(0, 1)).tolist()
+        attention_to_patches = attention[:, self.asking_places()][:, :, self.patch_places()]
+        return attention_to_patches.mean(dim=(0, 1)).tolist()
 
 
 @pytest.fixture(scope="module", params=["clip", "registers"])
@@ -191,31 +191,31 @@ def asked_image(request, demo_app, tmp_path_factory):
 def test_the_maps_are_those_of_a_plain_forward(asked_image):
     assert len(asked_image.attentions) == 2
     assert list(asked_image.maps) == [1, 2]
-    for layer, shares in asked_image.maps.items():
-        expected = asked_image.expected_shares(layer)
+    for layer_number, shares in asked_image.maps.items():
+        expected = asked_image.expected_shares(layer_number)
         assert shares.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_captions_of_maps_have_the_shares_of_the_image(asked_image):
-    maps = asked_image.maps
-    mean_share = (maps[1].sum() + maps[2].sum()).item() / 2
+    attention_maps = asked_image.maps
+    mean_share = (attention_maps[1].sum() + attention_maps[2].sum()).item() / 2
     assert len(asked_image.pictures) == 3
     assert asked_image.pictures[0][1] == f"Mean: {mean_share:.1%}"
-    for layer in maps:
-        share = sum(asked_image.expected_shares(layer))
-        assert asked_image.pictures[layer][1] == f"Layer {layer}: {share:.1%}"
+    for layer_number in attention_maps:
+        image_share = sum(asked_image.expected_shares(layer_number))
+        assert asked_image.pictures[layer_number][1] == f"Layer {layer_number}: {image_share:.1%}"
 
 
 def test_the_maps_lie_where_the_patches_are(asked_image):
     """What a map adds to the grey image is brightest where the attention is."""
     middle = asked_image.image.crop((0, 8, 16, 24))
     grey = np.asarray(middle.resize((336, 336), 0).convert("L"), float)
-    for layer in asked_image.maps:
-        picture, _ = asked_image.pictures[layer]
-        added = np.asarray(picture, float).mean(2) - 0.4 * grey
-        patches = added.reshape(2, 168, 2, 168)
+    for layer_number in asked_image.maps:
+        picture, _ = asked_image.pictures[layer_number]
+        added_color = np.asarray(picture, float).mean(2) - 0.4 * grey
+        patches = added_color.reshape(2, 168, 2, 168)
         brightness = patches.mean((1, 3)).flatten()
-        expected = asked_image.expected_shares(layer)
+        expected = asked_image.expected_shares(layer_number)
         assert np.argsort(brightness).tolist() == np.argsort(expected).tolist()
 
 
@@ -226,15 +226,15 @@ def test_an_answer_that_still_runs_in_another_thread_is_in_no_map(demo_app, load
     expected = demo_app.attention(model, processor, inputs, inputs["input_ids"])
 
     def run_in_another_thread(*arguments):
-        hook.remove()
+        forward_hook.remove()
         thread = Thread(target=model, kwargs=dict(other_inputs))
         thread.start()
         thread.join()
 
-    hook = model.get_decoder().norm.register_forward_hook(run_in_another_thread)
-    maps = demo_app.attention(model, processor, inputs, inputs["input_ids"])
-    for layer, shares in expected.items():
-        assert torch.equal(maps[layer], shares)
+    forward_hook = model.get_decoder().norm.register_forward_hook(run_in_another_thread)
+    attention_maps = demo_app.attention(model, processor, inputs, inputs["input_ids"])
+    for layer_number, shares in expected.items():
+        assert torch.equal(attention_maps[layer_number], shares)
 
 
 @pytest.fixture
@@ -259,9 +259,9 @@ def test_an_answer_ends_when_it_is_stopped(demo_app, endless, red_image):
 def test_an_answer_ends_with_the_context(demo_app, endless, red_image):
     long_question = "what is it? " * 78
     answers = demo_app.answer(*endless, str(red_image), long_question, 900)
-    text, maps = last_of(answers)
-    assert text
-    assert len(maps) == 3
+    answer_text, attention_maps = last_of(answers)
+    assert answer_text
+    assert len(attention_maps) == 3
 
 
 def test_a_question_that_is_longer_than_the_context_is_refused(demo_app, endless, red_image):
@@ -408,9 +408,9 @@ def test_an_answer_without_words_is_told_so(demo_app, tmp_path, red_image):
 
     model.lm_head.register_forward_hook(prefer_space)
     answers = demo_app.answer(model, processor, str(red_image), QUESTION, 5)
-    text, maps = last_of(answers)
-    assert text == "(The answer is empty.)"
-    assert len(maps) == 3
+    answer_text, attention_maps = last_of(answers)
+    assert answer_text == "(The answer is empty.)"
+    assert len(attention_maps) == 3
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_the_demo_is_of_this_package_s_models(tmp_path):
 @pytest.fixture
 def served_pages(demo_app, monkeypatch):
     """What pages are built of and how they are served, in place of serving them."""
-    pages = []
+    built_pages = []
     build_app = demo_app.build_app
 
     def build(model, processor, **options):
@@ -446,11 +446,11 @@ def served_pages(demo_app, monkeypatch):
         return SimpleNamespace(model=model, page=page, **options)
 
     def launch(app, **options):
-        pages.append((app, options))
+        built_pages.append((app, options))
 
     monkeypatch.setattr(demo_app, "build_app", build)
     monkeypatch.setattr(demo_app, "launch", launch)
-    return pages
+    return built_pages
 
 
 def assert_ready(model):
@@ -488,11 +488,11 @@ def test_the_demo_has_the_name_of_its_checkpoint(served_pages, checkpoint, monke
         run_demo(checkpoint)
     else:
         run_demo(".")
-    ((app, _),) = served_pages
-    assert app.title == "NormAlign-LLaVA"
-    assert "Ask `model.v1.5` about" in app.source
-    assert app.source in app.page.description
-    assert_ready(app.model)
+    ((demo_page, _),) = served_pages
+    assert demo_page.title == "NormAlign-LLaVA"
+    assert "Ask `model.v1.5` about" in demo_page.source
+    assert demo_page.source in demo_page.page.description
+    assert_ready(demo_page.model)
 
 
 def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
@@ -500,31 +500,31 @@ def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
 ):
     opening = import_module("normalign_llava.checkpoint.opening")
     opened = opening.open_checkpoint(str(checkpoint))
-    calls = []
+    opened_checkpoints = []
 
     def open_checkpoint(*arguments):
-        calls.append(arguments)
+        opened_checkpoints.append(arguments)
         return opened
 
     monkeypatch.setattr(demo, "find_checkpoint", lambda name: (f"{name}, found", COMMIT))
     monkeypatch.setattr(opening, "open_checkpoint", open_checkpoint)
     run_demo("user/m")
-    assert calls == [("user/m, found", COMMIT)]
-    ((app, _),) = served_pages
-    assert "`user/m`" in app.source
+    assert opened_checkpoints == [("user/m, found", COMMIT)]
+    ((demo_page, _),) = served_pages
+    assert "`user/m`" in demo_page.source
 
 
 @pytest.fixture
 def dtype_calls(demo_app, monkeypatch):
     """The configurations of which the precision on a CPU is asked, and how they are loaded."""
-    calls = []
+    asked_dtypes = []
 
     def cpu_dtype(config, **options):
-        calls.append((config.model_type, options))
+        asked_dtypes.append((config.model_type, options))
         return torch.float32
 
     monkeypatch.setattr(demo_app, "cpu_dtype", cpu_dtype)
-    return calls
+    return asked_dtypes
 
 
 def test_a_space_serves_the_model_that_it_names(
@@ -537,12 +537,12 @@ def test_a_space_serves_the_model_that_it_names(
     if not torch.cuda.is_available():
         code_options = {"code_revision": COMMIT, "trust_remote_code": True}
         assert dtype_calls == [("normalign_llava", code_options)]
-    ((app, launch_options),) = served_pages
+    ((demo_page, launch_options),) = served_pages
     assert launch_options == {}
-    assert app.title == "model.v1.5"
+    assert demo_page.title == "model.v1.5"
     page = f"https://huggingface.co/{checkpoint}"
-    assert app.source == f"Ask [{checkpoint}]({page}) about an image."
-    assert_ready(app.model)
+    assert demo_page.source == f"Ask [{checkpoint}]({page}) about an image."
+    assert_ready(demo_page.model)
 
 
 @pytest.fixture
@@ -579,8 +579,8 @@ def test_an_image_that_is_not_normalized_is_shown_as_it_is(demo_app, tmp_path):
     processor.image_processor.do_normalize = False
     image = Image.new("RGB", (16, 16), (200, 200, 200))
     inputs = demo_parts.prompt(processor, image, "what?")
-    maps = {1: torch.tensor([1.0, 0.0, 0.0, 0.0])}
-    for picture, _ in demo_app.heatmaps(maps, inputs["pixel_values"][0], processor):
+    attention_maps = {1: torch.tensor([1.0, 0.0, 0.0, 0.0])}
+    for picture, _ in demo_app.heatmaps(attention_maps, inputs["pixel_values"][0], processor):
         difference = np.subtract(picture.getpixel((330, 330)), (80, 80, 82))
         assert np.abs(difference).max() <= 1
 
@@ -696,28 +696,30 @@ def test_the_files_of_a_space(planned_space):
 
 
 def test_the_card_of_a_space(planned_space):
-    card = SpaceCard(planned_space["README.md"].decode())
-    assert COMMIT in card.text
-    assert card.data.title == "1.5"
-    assert card.data.models == ["user/1.5"]
-    assert card.data.sdk == "gradio"
-    assert card.data.sdk_version == GRADIO_VERSION
-    assert card.data.app_file == "app.py"
-    assert len(card.data.short_description) <= 60  # the Hub's limit
+    space_card = SpaceCard(planned_space["README.md"].decode())
+    assert COMMIT in space_card.text
+    assert space_card.data.title == "1.5"
+    assert space_card.data.models == ["user/1.5"]
+    assert space_card.data.sdk == "gradio"
+    assert space_card.data.sdk_version == GRADIO_VERSION
+    assert space_card.data.app_file == "app.py"
+    assert len(space_card.data.short_description) <= 60  # the Hub's limit
 
 
 def test_a_space_requires_what_its_code_imports(planned_space, required_lines):
     code = "\n".join(planned_space[file_name].decode() for file_name in SPACE_CODE)
     assert "from ." not in code
     imported = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE))
-    required = {Requirement(line).name.replace("pillow", "PIL") for line in required_lines}
+    required = {
+        Requirement(requirement).name.replace("pillow", "PIL") for requirement in required_lines
+    }
     assert imported - sys.stdlib_module_names == required | {"gradio", "answering"}
 
 
 def test_a_space_requires_the_versions_that_the_package_does(required_lines):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for line in required_lines:
-        assert line.startswith(tuple(project["dependencies"]))
+    for requirement in required_lines:
+        assert requirement.startswith(tuple(project["dependencies"]))
 
 
 # Keeps a list of what the process looks up or connects to beyond this computer.
@@ -750,8 +752,8 @@ class LocalSpace:
         pinned = repository.commit
         repository.advance("main", {}, pinned)
         self.folder.mkdir()
-        for path, content in space_files(SPACE_NAME, pinned).items():
-            (self.folder / path).write_bytes(content)
+        for file_name, content in space_files(SPACE_NAME, pinned).items():
+            (self.folder / file_name).write_bytes(content)
 
     def make_environment(self, hub, root):
         site_folder = root / "site"
@@ -805,10 +807,10 @@ def ask_in_browser(browser, image_path):
 def requested_addresses(browser):
     """Returns the addresses that the page has asked for since the log was read."""
     addresses = []
-    for entry in browser.get_log("performance"):
-        event = json.loads(entry["message"])["message"]
-        if event["method"].endswith("WillBeSent"):
-            addresses.append(event["params"]["request"]["url"])
+    for log_entry in browser.get_log("performance"):
+        browser_event = json.loads(log_entry["message"])["message"]
+        if browser_event["method"].endswith("WillBeSent"):
+            addresses.append(browser_event["params"]["request"]["url"])
     return addresses
 
 
@@ -816,9 +818,9 @@ def requested_addresses(browser):
 def test_a_person_asks_a_published_space_about_an_image(tmp_path, red_image):
     folder = demo_parts.checkpoint(tmp_path, context=128)  # it ends answers
     with HubServer({SPACE_NAME: folder}) as hub, chromium(tmp_path / "profile") as browser:
-        space = LocalSpace(hub, tmp_path)
-        with space.serve():
-            page = load(browser, space.url, 390)
+        local_space = LocalSpace(hub, tmp_path)
+        with local_space.serve():
+            loaded_page = load(browser, local_space.url, 390)
             answer = ask_in_browser(browser, red_image)
             later_requests = requested_addresses(browser)
             assert browser.title == "model.v1.5"
@@ -827,8 +829,8 @@ def test_a_person_asks_a_published_space_about_an_image(tmp_path, red_image):
     assert answer
     expected = generate(folder, QUESTION, Image.open(red_image), tokens=128)[0]
     assert expected.startswith(answer)
-    assert len(page.requests) > 20
-    for address in [*page.requests, *later_requests]:
-        assert address.startswith((space.url, "data:", "blob:"))
-    assert space.outside.read_text() == ""
-    assert "Traceback" not in space.output.read_text()
+    assert len(loaded_page.requests) > 20
+    for address in [*loaded_page.requests, *later_requests]:
+        assert address.startswith((local_space.url, "data:", "blob:"))
+    assert local_space.outside.read_text() == ""
+    assert "Traceback" not in local_space.output.read_text()

@@ -44,8 +44,8 @@ SECRET = f"hf_{'AbCdEfGhIj' * 3}KlMn"
 
 
 def write_texts(folder, *names):
-    for name in names:
-        text_path = folder / name
+    for file_name in names:
+        text_path = folder / file_name
         text_path.parent.mkdir(parents=True, exist_ok=True)
         text_path.write_text("something\n")
 
@@ -136,7 +136,7 @@ def test_notices_of_the_parts_are_sent(folder):
     vision_path = folder / VISION_NOTICE
     vision_path.write_text("Copyright \u00a9 somebody\n", "utf-8")
     chosen = choose_files(folder, {})
-    chosen_notices = {path for path in chosen.files if path.startswith("notices")}
+    chosen_notices = {file_path for file_path in chosen.files if file_path.startswith("notices")}
     assert chosen_notices == {VISION_NOTICE, LANGUAGE_NOTICE}
     assert chosen.files[VISION_NOTICE] == vision_path.read_bytes()
     assert chosen.excluded == ["notices/other/", "notices/vision/.a", "notices/vision/deep/"]
@@ -206,14 +206,14 @@ ALL_NAMES = WRITTEN_AND_READ | ONLY_READ | ONLY_WRITTEN | OF_PEOPLE
 
 
 def test_what_is_written_beside_a_model():
-    written = {name for name in ALL_NAMES if source.is_written(name)}
-    assert written == WRITTEN_AND_READ | ONLY_WRITTEN
+    written_names = {file_name for file_name in ALL_NAMES if source.is_written(file_name)}
+    assert written_names == WRITTEN_AND_READ | ONLY_WRITTEN
 
 
 def test_what_is_read_beside_a_model():
     """What transformers would read, or run, must not be left there by somebody else."""
-    read = {name for name in ALL_NAMES if source.is_read(name)}
-    assert read == WRITTEN_AND_READ | ONLY_READ
+    read_names = {file_name for file_name in ALL_NAMES if source.is_read(file_name)}
+    assert read_names == WRITTEN_AND_READ | ONLY_READ
 
 
 @pytest.mark.parametrize(
@@ -241,12 +241,12 @@ def sharded_folder(folder, tmp_path):
 
 
 def test_the_shards_that_are_loaded_are_sent(sharded_folder):
-    shards = sorted(path.name for path in sharded_folder.glob("model-*.safetensors"))
+    shards = sorted(file_path.name for file_path in sharded_folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     stale_shard = "model-00009-of-00009.safetensors"
     shutil.copyfile(sharded_folder / shards[0], sharded_folder / stale_shard)
     chosen = choose_files(sharded_folder, {})
-    chosen_weights = {path for path in chosen.files if "safetensors" in path}
+    chosen_weights = {file_path for file_path in chosen.files if "safetensors" in file_path}
     assert chosen_weights == {*shards, INDEX}
     assert chosen.excluded == [stale_shard]
 
@@ -278,8 +278,8 @@ def diagnosed_files(folder, local_report):
     image_names = {"stray.png", "image_9.png"}
     for figure in local_report["figures"]:
         image_names.add(figure["file"])
-    for model in ("report", "against"):
-        for question in local_report[model]["attention"][:4]:
+    for model_name in ("report", "against"):
+        for question in local_report[model_name]["attention"][:4]:
             if question["image"]:
                 image_names.add(question["image"])
     for image_name in image_names:
@@ -296,39 +296,39 @@ def public_report(diagnosed_files):
 def public_figures(local_report):
     """The names of the figures that show no sample."""
     all_figures = {figure["file"] for figure in local_report["figures"]}
-    public = {name for name in all_figures if not name.startswith("attention_")}
+    public = {file_name for file_name in all_figures if not file_name.startswith("attention_")}
     assert len(public) < len(all_figures)
     return public
 
 
 def test_figures_are_sent_without_samples(diagnosed_files, public_report, public_figures):
-    sent = {path for path in diagnosed_files.files if "/" in path}
-    expected = {f"diagnostics/{name}" for name in public_figures}
-    assert sent == {*expected, "diagnostics/report.json"}
+    sent_paths = {file_path for file_path in diagnosed_files.files if "/" in file_path}
+    expected = {f"diagnostics/{file_name}" for file_name in public_figures}
+    assert sent_paths == {*expected, "diagnostics/report.json"}
     assert {figure["file"] for figure in public_report["figures"]} == public_figures
-    for name in ("report.html", "image_9.png", "stray.png"):
-        assert f"diagnostics/{name}" in diagnosed_files.excluded
+    for file_name in ("report.html", "image_9.png", "stray.png"):
+        assert f"diagnostics/{file_name}" in diagnosed_files.excluded
 
 
 def test_a_report_is_sent_without_questions(local_report, public_report):
     assert "first question" in local_report["provenance"]
     assert "first question" not in public_report["provenance"]
-    for model in ("report", "against"):
-        local_attention = local_report[model]["attention"]
-        public_attention = public_report[model]["attention"]
-        for public, local in zip(public_attention, local_attention, strict=True):
-            assert public["question"] == ""
-            assert public["image"] is None
-            assert public["maps"] == []
-            assert public["image_share"] == local["image_share"]
-            assert public.keys() == local.keys()
+    for model_name in ("report", "against"):
+        local_attention = local_report[model_name]["attention"]
+        public_attention = public_report[model_name]["attention"]
+        for public_question, local_question in zip(public_attention, local_attention, strict=True):
+            assert public_question["question"] == ""
+            assert public_question["image"] is None
+            assert public_question["maps"] == []
+            assert public_question["image_share"] == local_question["image_share"]
+            assert public_question.keys() == local_question.keys()
 
 
 def test_all_else_of_a_report_is_sent(local_report, public_report):
-    for model in ("report", "against"):
-        del local_report[model]["attention"]
-        del public_report[model]["attention"]
-        assert public_report[model] == local_report[model]
+    for model_name in ("report", "against"):
+        del local_report[model_name]["attention"]
+        del public_report[model_name]["attention"]
+        assert public_report[model_name] == local_report[model_name]
     assert public_report["findings"] == local_report["findings"]
     assert public_report["schema_version"] == SCHEMA_VERSION
 
@@ -337,9 +337,9 @@ def assert_faults(folder, *expected):
     """Asserts that the faults are these, in this order: `expected` has words of each."""
     with pytest.raises(ValueError, match="cannot be published") as error:
         check_checkpoint(folder)
-    faults = str(error.value).splitlines()[1:]
-    for fault, words in zip(faults, expected, strict=True):
-        assert words in fault
+    fault_lines = str(error.value).splitlines()[1:]
+    for fault_line, words in zip(fault_lines, expected, strict=True):
+        assert words in fault_line
 
 
 def test_a_built_checkpoint_has_no_fault(folder):
@@ -411,7 +411,9 @@ def adapter_weights(built, tmp_path):
 
 def test_the_norm_of_an_adapter_is_finite(adapter_weights):
     tensors = load_file(adapter_weights)
-    (gain_name,) = [name for name in tensors if name.endswith("norm.weight")]
+    (gain_name,) = [
+        parameter_name for parameter_name in tensors if parameter_name.endswith("norm.weight")
+    ]
     tensors[gain_name] = torch.full((WIDTH,), float("nan"))
     save_file(tensors, adapter_weights)
     assert_faults(adapter_weights.parent, f"{gain_name} has 32 NaN or infinite values")
@@ -441,8 +443,8 @@ def test_tokens_are_found_anywhere(folder):
     tokenizer["model"]["vocab"][TOKEN] = 999
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
-    faults = private_faults(choose_files(folder, {}))
-    places = [fault.removeprefix("- ").split(":")[0] for fault in faults]
+    fault_lines = private_faults(choose_files(folder, {}))
+    places = [fault_line.removeprefix("- ").split(":")[0] for fault_line in fault_lines]
     assert sorted(places) == [
         "README.md, line 3",
         "README.md, line 4",
@@ -450,8 +452,8 @@ def test_tokens_are_found_anywhere(folder):
         f"{SHARD}, line 1",
         "tokenizer.json, line 1",
     ]
-    assert "your token, my-t..." in faults[0]
-    assert "a Hugging Face token, hf_A..." in faults[1]
+    assert "your token, my-t..." in fault_lines[0]
+    assert "a Hugging Face token, hf_A..." in fault_lines[1]
 
 
 def test_paths_of_this_machine_are_found(folder, monkeypatch):
@@ -465,11 +467,11 @@ def test_paths_of_this_machine_are_found(folder, monkeypatch):
 
 
 def test_paths_are_found_whose_letters_json_escapes(folder):
-    moved = folder.rename(folder.parent / "Modèle ß")
-    escaped = json.dumps(str(moved)).strip('"')
-    (moved / "vocab.json").write_text(f'{{"at": "{escaped}/x"}}')
-    (fault,) = private_faults(choose_files(moved, {}))
-    assert f"vocab.json, line 1: a local path, {escaped}. " in fault
+    moved_folder = folder.rename(folder.parent / "Modèle ß")
+    escaped = json.dumps(str(moved_folder)).strip('"')
+    (moved_folder / "vocab.json").write_text(f'{{"at": "{escaped}/x"}}')
+    (fault_line,) = private_faults(choose_files(moved_folder, {}))
+    assert f"vocab.json, line 1: a local path, {escaped}. " in fault_line
 
 
 def source_of_texts(folder, *contents):
@@ -490,9 +492,9 @@ def test_the_longest_path_is_named_also_if_the_home_is_a_link(tmp_path, monkeypa
     folder = tmp_path / "models" / "m"
     places = [real_home, linked_home, folder, folder.parent]
     contents = [f"at {place}/x" for place in places]
-    faults = private_faults(source_of_texts(folder, *contents))
-    for place, fault in zip(places, faults, strict=True):
-        assert f"a local path, {place}. " in fault
+    fault_lines = private_faults(source_of_texts(folder, *contents))
+    for place, fault_line in zip(places, fault_lines, strict=True):
+        assert f"a local path, {place}. " in fault_line
 
 
 @pytest.mark.parametrize("token", [TOKEN, ""])
@@ -504,14 +506,14 @@ def test_a_home_as_common_as_root_and_a_missing_token_are_in_no_file(tmp_path, m
 
 def test_a_token_of_an_organisation_is_found(tmp_path):
     text = f"api_org_{'AbCdEfGhIj' * 3}KlMn"
-    (fault,) = private_faults(source_of_texts(tmp_path / "m", text))
-    assert "a Hugging Face token, api_..." in fault
+    (fault_line,) = private_faults(source_of_texts(tmp_path / "m", text))
+    assert "a Hugging Face token, api_..." in fault_line
 
 
 def test_disguised_files_and_figures_are_looked_into(tmp_path):
-    text = PngInfo()
-    text.add_text("Comment", f"drawn in {tmp_path}/plots")
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png", pnginfo=text)
+    comment = PngInfo()
+    comment.add_text("Comment", f"drawn in {tmp_path}/plots")
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png", pnginfo=comment)
     (tmp_path / "b.png").write_bytes(b"\x80\x04pickle")
     torch.save({"a": 1}, tmp_path / "tokenizer.model")
     expected = {
@@ -519,8 +521,8 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
         "b.png": "a pickle",
         "tokenizer.model": "a pickle",
     }
-    files = {name: (tmp_path / name).read_bytes() for name in expected}
-    faults = private_faults(PublishSource(tmp_path, files, {}, []))
-    for fault, (name, reason) in zip(faults, expected.items(), strict=True):
-        assert fault.startswith(f"- {name}")
-        assert reason in fault
+    files = {file_name: (tmp_path / file_name).read_bytes() for file_name in expected}
+    fault_lines = private_faults(PublishSource(tmp_path, files, {}, []))
+    for fault_line, (file_name, reason) in zip(fault_lines, expected.items(), strict=True):
+        assert fault_line.startswith(f"- {file_name}")
+        assert reason in fault_line

@@ -22,17 +22,17 @@ def old_repository(hub):
 
 def assert_published(repository, folder, commit_count):
     """Asserts that a repository holds the folder, after so many commits."""
-    for path in folder.iterdir():
-        assert repository.read(path.name) == path.read_bytes()
+    for local_path in folder.iterdir():
+        assert repository.read(local_path.name) == local_path.read_bytes()
     assert len(repository.commits()) == commit_count
 
 
 def test_a_repository_that_cannot_be_made_is_made_by_the_next_run(publish, hub, folder):
     hub.fault(403, "POST /api/repos/create")
-    status, shown = publish(folder, "--no-verify")
+    status, printed = publish(folder, "--no-verify")
     assert status == 1
-    assert "(403)" in shown
-    assert "Run the command again" in shown
+    assert "(403)" in printed
+    assert "Run the command again" in printed
     assert not hub.repositories
 
     status, _ = publish(folder, "--no-verify")
@@ -43,10 +43,10 @@ def test_a_repository_that_cannot_be_made_is_made_by_the_next_run(publish, hub, 
 def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder, old_repository):
     old_head = old_repository.head()
     hub.fault(500, COMMIT)
-    status, shown = publish(folder, "--no-verify")
+    status, printed = publish(folder, "--no-verify")
     assert status == 1
-    assert "(500)" in shown
-    assert "Run the command again" in shown
+    assert "(500)" in printed
+    assert "Run the command again" in printed
     assert list(hub.repositories.values()) == [old_repository]
     assert old_repository.head() == old_head
     received = hub.received.total()
@@ -60,12 +60,12 @@ def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder
 
 def test_killed_during_the_upload_and_run_again(start, publish, hub, folder, old_repository):
     old_head = old_repository.head()
-    pause = hub.fault("pause", UPLOAD)
+    paused_request = hub.fault("pause", UPLOAD)
     process = start(folder, "--no-verify")
-    assert pause.reached.wait(60)
+    assert paused_request.reached.wait(60)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    pause.released.set()
+    paused_request.released.set()
     assert old_repository.head() == old_head
 
     status, _ = publish(folder, "--no-verify")
@@ -78,16 +78,16 @@ def test_of_two_publishers_the_slower_gets_an_error(
 ):
     other_folder = shutil.copytree(folder, tmp_path / "other")
     (other_folder / "training.json").write_text('{"seconds": 1.5}')
-    pause = hub.fault("pause", COMMIT)
+    paused_request = hub.fault("pause", COMMIT)
     slower = start(folder, "--no-verify")
-    assert pause.reached.wait(60)
+    assert paused_request.reached.wait(60)
     status, _ = publish(other_folder, "--no-verify")
     assert status == 0
     faster_commit = old_repository.commit
-    pause.released.set()
-    ended = slower.wait()
-    assert ended.returncode == 1
-    assert "A commit has happened since" in ended.stderr
+    paused_request.released.set()
+    ended_process = slower.wait()
+    assert ended_process.returncode == 1
+    assert "A commit has happened since" in ended_process.stderr
     assert old_repository.commit == faster_commit
 
     status, _ = publish(folder, "--no-verify")
