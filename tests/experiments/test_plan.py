@@ -243,8 +243,8 @@ def options_of(words):
 
 def write_files(run_folder, *names):
     """Writes what the commands of a run leave behind."""
-    for name in names:
-        written = run_folder / name
+    for file_name in names:
+        written = run_folder / file_name
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text("{}")
 
@@ -295,7 +295,7 @@ def run_folder(work, detailed_run):
 def words_of_steps(detailed_plan, detailed_run, work):
     """The words of each command after `normalign`."""
     run_steps = steps(detailed_plan, detailed_run, "v", "l", work, 1)
-    return {name: step.words for name, step in run_steps.items()}
+    return {step_name: step.words for step_name, step in run_steps.items()}
 
 
 def test_the_commands_of_a_run_follow_each_other(detailed_plan, detailed_run, work):
@@ -324,15 +324,15 @@ def test_the_command_that_trains(
 ):
     command, *options = words_of_steps[name]
     assert command == "train"
-    text = shlex.join(options)
-    assert f"--model_name_or_path {run_folder}/{start} " in text
-    assert f"--output_dir {run_folder}/{name} " in text
+    command_text = shlex.join(options)
+    assert f"--model_name_or_path {run_folder}/{start} " in command_text
+    assert f"--output_dir {run_folder}/{name} " in command_text
     data_folder = own_data(detailed_plan, detailed_run, work)
-    assert f"--dataset_name {data_folder}/{name} " in text
-    assert "--resume_from_checkpoint last" in text
-    assert "--bf16 True" in text
-    assert "accelerate" not in text
-    assert "--seed 1" in text
+    assert f"--dataset_name {data_folder}/{name} " in command_text
+    assert "--resume_from_checkpoint last" in command_text
+    assert "--bf16 True" in command_text
+    assert "accelerate" not in command_text
+    assert "--seed 1" in command_text
 
 
 def test_the_command_that_merges(words_of_steps, run_folder):
@@ -378,8 +378,8 @@ def test_training_on_several_devices_is_started_by_accelerate(
     detailed_plan, detailed_run, work, gpus, name, config
 ):
     run_steps = steps(detailed_plan, detailed_run, "v", "l", work, gpus)
-    text = shlex.join(run_steps[name].words)
-    assert f"--accelerate_config {config} --num_processes {gpus}" in text
+    command_text = shlex.join(run_steps[name].words)
+    assert f"--accelerate_config {config} --num_processes {gpus}" in command_text
 
 
 def test_the_folder_of_own_data_has_the_seed_and_the_rows_of_both_stages(
@@ -393,9 +393,13 @@ def test_the_folder_of_own_data_has_the_seed_and_the_rows_of_both_stages(
 @pytest.fixture
 def written_data(monkeypatch):
     """The arguments with which data would be written."""
-    calls = []
-    monkeypatch.setattr(commands, "write_stage_data", lambda *arguments: calls.append(arguments))
-    return calls
+    recorded_calls = []
+
+    def write_stage_data(*arguments):
+        recorded_calls.append(arguments)
+
+    monkeypatch.setattr(commands, "write_stage_data", write_stage_data)
+    return recorded_calls
 
 
 def test_own_data_of_a_run_are_of_its_seed_and_of_both_its_stages(tmp_path, written_data):
@@ -424,7 +428,7 @@ def test_bf16_is_passed_on_if_it_is_false(tmp_path, work):
 
 
 def names_left(run_steps):
-    return [name for name, step in run_steps.items() if not step.done]
+    return [step_name for step_name, step in run_steps.items() if not step.done]
 
 
 def test_a_command_is_done_if_what_it_writes_is_there(tmp_path, work):
@@ -437,8 +441,8 @@ def test_a_command_is_done_if_what_it_writes_is_there(tmp_path, work):
         "stage1/diagnostics/interface.png",
         "stage1/checkpoint-1/config.json",
     )
-    left = list(STEP_NAMES)
-    for name, written in (
+    steps_left = list(STEP_NAMES)
+    for step_name, written in (
         ("build", "untrained/config.json"),
         ("stage1", "stage1/training.json"),
         ("stage2", "stage2/training.json"),
@@ -447,17 +451,17 @@ def test_a_command_is_done_if_what_it_writes_is_there(tmp_path, work):
         ("diagnose", "model/diagnostics/report.json"),
     ):
         write_files(run_folder, written)
-        left.remove(name)
-        assert names_left(steps(plan, first_run, "v", "l", work, 1)) == left
+        steps_left.remove(step_name)
+        assert names_left(steps(plan, first_run, "v", "l", work, 1)) == steps_left
 
 
 def test_evaluation_is_done_if_all_tasks_are(tmp_path, work):
     plan = write_plan(tmp_path, commands=True)
     first_run = plan.runs()[0]
     model = work / first_run.key / "model"
-    for task, done in (("pope", False), ("mmstar", True)):
+    for task, evaluated in (("pope", False), ("mmstar", True)):
         Evaluation(task, task, [Metric("acc", 0.5)], 9, 9, []).write(model)
-        assert steps(plan, first_run, "v", "l", work, 1)["evaluate"].done == done
+        assert steps(plan, first_run, "v", "l", work, 1)["evaluate"].done == evaluated
 
 
 @pytest.fixture
@@ -481,17 +485,17 @@ def test_where_everything_is_trained_nothing_is_merged(all_trained_plan, work):
     run = all_trained_plan.runs()[1]
     run_steps = steps(all_trained_plan, run, "v", "l", work, 1)
     assert "merge" not in run_steps
-    for name in ("evaluate", "diagnose"):
-        assert run_steps[name].words[1] == str(work / run.key / "stage2")
+    for step_name in ("evaluate", "diagnose"):
+        assert run_steps[step_name].words[1] == str(work / run.key / "stage2")
 
 
 def test_named_data_are_not_made_and_bf16_is_left_to_train_if_it_is_not_set(all_trained_plan, work):
     run = all_trained_plan.runs()[1]
     assert own_data(all_trained_plan, run, work) is None
     run_steps = steps(all_trained_plan, run, "v", "l", work, 1)
-    text = shlex.join(run_steps["stage2"].words)
-    assert "--dataset_name some/data" in text
-    assert "bf16" not in text
+    command_text = shlex.join(run_steps["stage2"].words)
+    assert "--dataset_name some/data" in command_text
+    assert "bf16" not in command_text
 
 
 def test_answers_are_kept_in_the_order_of_their_questions():
@@ -623,9 +627,10 @@ def test_what_training_logged_is_kept_for_each_step(tmp_path):
 @pytest.fixture(scope="module")
 def main():
     """The command's module."""
-    spec = importlib.util.spec_from_file_location("experiments_main", EXPERIMENTS / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    main_path = EXPERIMENTS / "__main__.py"
+    module_spec = importlib.util.spec_from_file_location("experiments_main", main_path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -638,10 +643,10 @@ def plan_of_parts(tmp_path):
 @pytest.fixture
 def tried_cells(main, plan_of_parts, work, monkeypatch):
     """The runs that are tried. Those of `b` fail; those that are made tell of divergence."""
-    tried = []
+    tried_runs = []
 
     def make_run(plan, run, vision, language, work_folder):
-        tried.append(run.cell)
+        tried_runs.append(run.cell)
         if run.name == "b":
             raise RuntimeError("no luck")
         assert vision == Path("v")
@@ -656,15 +661,15 @@ def tried_cells(main, plan_of_parts, work, monkeypatch):
         }
 
     monkeypatch.setattr(main, "make_run", make_run)
-    return tried
+    return tried_runs
 
 
 @pytest.fixture
 def first_results(main, plan_of_parts, tried_cells, work):
     """The runs of a group that failed. Another process makes one of them, which is left to it."""
-    locks = plan_of_parts.results / ".locks"
-    locks.mkdir(parents=True)
-    with main.FileLock(locks / "one-a2-seed2.lock"):
+    locks_folder = plan_of_parts.results / ".locks"
+    locks_folder.mkdir(parents=True)
+    with main.FileLock(locks_folder / "one-a2-seed2.lock"):
         return main.run_plan(plan_of_parts, work, only=["one"])
 
 
@@ -683,8 +688,8 @@ def test_a_run_that_fails_does_not_stop_the_others(
 
 
 def test_a_stored_result_has_a_line_for_each_key(plan_of_parts, first_results):
-    lines = (plan_of_parts.results / "one-a-seed2.json").read_text().splitlines()
-    assert [line.split(":")[0].strip('"') for line in lines] == [
+    printed_lines = (plan_of_parts.results / "one-a-seed2.json").read_text().splitlines()
+    assert [line.split(":")[0].strip('"') for line in printed_lines] == [
         "{",
         "settings",
         "options",
@@ -731,15 +736,15 @@ def test_a_stored_result_of_other_settings_ends_a_plan_before_anything_is_made(
 @pytest.fixture
 def plan_calls(main, monkeypatch):
     """The arguments with which plans would be run."""
-    calls = []
+    recorded_calls = []
 
     def run_plan(plan, *arguments):
-        calls.append((plan.results, *arguments))
+        recorded_calls.append((plan.results, *arguments))
         return {}
 
     monkeypatch.setattr(main, "run_plan", run_plan)
     monkeypatch.setattr(main, "write_report", lambda plan: plan.results / "report.md")
-    return calls
+    return recorded_calls
 
 
 def test_the_words_of_the_command_reach_the_runs(main, plan_calls, tmp_path, capsys):
@@ -799,10 +804,10 @@ def test_commands_are_printed_that_are_still_needed(main, plan_of_commands, tmp_
         "stage1/training.json",
     )
     print_commands(main, tmp_path, work, "one/a/1", "1")
-    title, *lines, last_line = capsys.readouterr().out.splitlines()
-    assert title == "# one/a/1"
+    first_line, *printed_lines, last_line = capsys.readouterr().out.splitlines()
+    assert first_line == "# one/a/1"
     printed_commands = []
-    for line in lines:
+    for line in printed_lines:
         assert line.startswith("normalign ")
         printed_commands.append(shlex.split(line)[1])
     assert printed_commands == ["train", "merge", "evaluate", "diagnose", "diagnose"]
@@ -868,22 +873,22 @@ def hash_of(folder, first, second):
 
 
 def test_a_hash_of_the_data_tells_images_words_and_stages_apart(tmp_path):
-    first = (0, "a")
+    first_row = (0, "a")
     second = (1, "b")
     hashes = {
-        hash_of(tmp_path / "one", first, second),
-        hash_of(tmp_path / "stages-exchanged", second, first),
-        hash_of(tmp_path / "another-image", first, (2, "b")),
+        hash_of(tmp_path / "one", first_row, second),
+        hash_of(tmp_path / "stages-exchanged", second, first_row),
+        hash_of(tmp_path / "another-image", first_row, (2, "b")),
         hash_of(tmp_path / "other-words", (0, "c"), second),
     }
     assert len(hashes) == 4
 
 
 def test_the_hash_of_equal_data_is_equal(tmp_path):
-    first = (0, "a")
+    first_row = (0, "a")
     second = (1, "b")
-    first_hash = hash_of(tmp_path / "one", first, second)
-    assert hash_of(tmp_path / "again", first, second) == first_hash
+    first_hash = hash_of(tmp_path / "one", first_row, second)
+    assert hash_of(tmp_path / "again", first_row, second) == first_hash
 
 
 @pytest.fixture
@@ -958,11 +963,11 @@ class CommandsInPlace:
 
     def run(self, command):
         assert command[:3] == [sys.executable, "-m", "normalign_llava"]
-        name = command[3]
-        self.called.append(name)
-        status = self.statuses.get(name, 0)
+        step_name = command[3]
+        self.called.append(step_name)
+        status = self.statuses.get(step_name, 0)
         if status == 0:
-            self.write(name, command)
+            self.write(step_name, command)
         return SimpleNamespace(returncode=status)
 
     def write(self, name, command):
@@ -1005,7 +1010,7 @@ def merged(request):
 @pytest.fixture
 def command_plan(tmp_path, merged):
     """A plan of commands, whose adapters are merged or that has none."""
-    stages = {name: dict(options) for name, options in OF_OTHER_DATA.items()}
+    stages = {stage_name: dict(options) for stage_name, options in OF_OTHER_DATA.items()}
     if not merged:
         stages["stage2"]["use_peft"] = None
     return write_plan(tmp_path, commands=True, **stages)
@@ -1061,9 +1066,9 @@ def test_a_command_that_fails_ends_a_run_and_the_next_run_goes_on_from_there(
 def run_result(called_until_evaluation, command_plan, command_run, work):
     """The result of the run, of which building was recorded to have taken ten minutes."""
     times_path = work / command_run.key / "times.json"
-    times = json.loads(times_path.read_text())
-    times["build"]["seconds"] = 600.0
-    times_path.write_text(json.dumps(times))
+    step_times = json.loads(times_path.read_text())
+    step_times["build"]["seconds"] = 600.0
+    times_path.write_text(json.dumps(step_times))
     return commands.run_commands(command_plan, command_run, "v", "l", work, 1)
 
 
@@ -1079,7 +1084,7 @@ def test_the_result_of_commands_has_the_times_of_all_of_them(run_result, merged)
     times = run_result["times"]
     assert times.pop("build")["seconds"] == 600.0
     assert run_result["minutes"] == pytest.approx(10.0, abs=0.1)
-    expected = [name for name in STEP_NAMES if name != "build"]
+    expected = [step_name for step_name in STEP_NAMES if step_name != "build"]
     if not merged:
         expected.remove("merge")
     assert list(times) == expected
@@ -1092,8 +1097,8 @@ def test_the_result_of_commands_has_what_training_recorded(run_result, work):
         "stage1": {"seconds": 5.0, "processes": 2},
         "stage2": {"seconds": 7.0, "processes": 2},
     }
-    for name, recorded in TRAINED_WITH.items():
-        assert run_result[name] == recorded
+    for field_name, recorded in TRAINED_WITH.items():
+        assert run_result[field_name] == recorded
     # What resuming needed is removed.
     assert not list(work.rglob("checkpoint-*"))
 

@@ -71,12 +71,12 @@ def test_a_bare_checkpoint_has_a_short_and_honest_card(bare_card):
         "were not measured on this",
     ):
         assert sentence in bare_card.text
-    for word in ("None", "undefined", "nan", "\n\n\n", "stage 1"):
-        assert word not in bare_card.text
+    for forbidden_word in ("None", "undefined", "nan", "\n\n\n", "stage 1"):
+        assert forbidden_word not in bare_card.text
 
 
 def test_a_full_folder_has_all_metadata(full):
-    card = render_card(full, repo_id="user/model")
+    model_card = render_card(full, repo_id="user/model")
     expected = {
         "base_model": ["google/encoder", "Qwen/decoder"],
         "base_model_relation": "merge",
@@ -84,15 +84,15 @@ def test_a_full_folder_has_all_metadata(full):
         "language": ["en", "de"],
         "license": "apache-2.0",
     }
-    assert data(card).items() >= expected.items()
+    assert data(model_card).items() >= expected.items()
 
 
 def test_a_full_folder_has_figures_without_samples(full):
-    card = render_card(full, repo_id="user/model")
-    figures = re.findall(r"\]\((diagnostics/.*?)\)", card.text)
+    model_card = render_card(full, repo_id="user/model")
+    figures = re.findall(r"\]\((diagnostics/.*?)\)", model_card.text)
     assert figures == ["diagnostics/interface.png", "diagnostics/rotation.png"]
-    assert card_folder.SECRET not in card.text
-    assert "What shape is in the image?" not in card.text
+    assert card_folder.SECRET not in model_card.text
+    assert "What shape is in the image?" not in model_card.text
 
 
 LICENCES = {
@@ -126,10 +126,10 @@ def licensed_folder(folder):
 def test_the_licence_follows_from_the_parts_and_the_data(
     licensed_folder, vision, language, dataset, expected
 ):
-    card = render_card(licensed_folder(vision, language, dataset))
-    assert data(card).get("license") == expected
-    assert bool(card.warnings) == (expected in (None, "other"))
-    assert rows(section(card, "Licence"))["language model"][1] == language
+    model_card = render_card(licensed_folder(vision, language, dataset))
+    assert data(model_card).get("license") == expected
+    assert bool(model_card.warnings) == (expected in (None, "other"))
+    assert rows(section(model_card, "Licence"))["language model"][1] == language
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ def test_the_author_settles_a_licence_that_does_not_follow(
     licensed_folder, vision, language, dataset
 ):
     folder = licensed_folder(vision, language, dataset)
-    text = render_card(folder).text.replace("license: other\n", "")
-    by_author = text.replace("---\n", "---\nlicense: gemma\n", 1)
+    card_text = render_card(folder).text.replace("license: other\n", "")
+    by_author = card_text.replace("---\n", "---\nlicense: gemma\n", 1)
     (folder / "README.md").write_text(by_author)
 
-    card = render_card(folder)
-    assert data(card)["license"] == "gemma"
-    assert not card.warnings
-    assert "Its author states: gemma." in card.text
+    model_card = render_card(folder)
+    assert data(model_card)["license"] == "gemma"
+    assert not model_card.warnings
+    assert "Its author states: gemma." in model_card.text
 
 
 def data_source(name, split, **dataset):
@@ -174,12 +174,12 @@ def folder_with_held_out_data(folder):
 
 
 def test_metadata_are_of_the_data_that_it_was_trained_on(folder_with_held_out_data):
-    card = render_card(folder_with_held_out_data)
-    metadata = data(card)
+    model_card = render_card(folder_with_held_out_data)
+    metadata = data(model_card)
     assert metadata["datasets"] == ["user/data"]
     assert metadata["language"] == ["en"]
     assert metadata["license"] == "mit"
-    assert "user/test" not in section(card, "Licence")
+    assert "user/test" not in section(model_card, "Licence")
 
 
 def test_held_out_data_has_a_row_of_its_own(folder_with_held_out_data):
@@ -217,9 +217,9 @@ def untrained_folder(folder):
 
 
 def test_no_notices_are_claimed_where_there_are_none(untrained_folder):
-    text = render_card(untrained_folder).text
-    assert NOTICES not in text
-    assert "notices stay" not in text
+    card_text = render_card(untrained_folder).text
+    assert NOTICES not in card_text
+    assert "notices stay" not in card_text
 
 
 def test_notices_are_linked_and_published(untrained_folder):
@@ -245,8 +245,8 @@ def full_with_other_results(full):
 
 
 def test_scores_on_whole_tasks_are_in_the_metadata(full_with_other_results):
-    card = render_card(full_with_other_results, repo_id="user/model")
-    content = ModelCard(card.text).data
+    model_card = render_card(full_with_other_results, repo_id="user/model")
+    content = ModelCard(model_card.text).data
     assert content.model_name == "model"
     results = []
     for result in content.eval_results:
@@ -262,14 +262,14 @@ def test_scores_on_whole_tasks_are_in_the_metadata(full_with_other_results):
         ("pope", "POPE", "accuracy, adversarial", 0.7),
     ]
     # They are in the text, with what is wrong with them.
-    assert "TextVQA" in card.text
-    assert "GQA" in card.text
+    assert "TextVQA" in model_card.text
+    assert "GQA" in model_card.text
 
 
 def test_scores_that_are_gone_are_removed_from_the_metadata(full_with_other_results):
-    card = render_card(full_with_other_results, repo_id="user/model")
-    assert "model-index" in data(card)
-    (full_with_other_results / "README.md").write_text(card.text)
+    model_card = render_card(full_with_other_results, repo_id="user/model")
+    assert "model-index" in data(model_card)
+    (full_with_other_results / "README.md").write_text(model_card.text)
     shutil.rmtree(full_with_other_results / "evaluation")
     assert "model-index" not in metadata_of(full_with_other_results)
 
@@ -312,8 +312,8 @@ def test_the_table_of_training_has_what_was_recorded(full):
 
 
 def test_the_number_of_visual_tokens_is_the_processor_s(folder):
-    text = render_card(folder).text
-    (shown,) = re.findall(r"^An image is ([\d,]+) visual tokens", text, re.M)
+    card_text = render_card(folder).text
+    (shown,) = re.findall(r"^An image is ([\d,]+) visual tokens", card_text, re.M)
     processor = AutoProcessor.from_pretrained(folder)
     inputs = processor(images=Image.new("RGB", (30, 20)), text="<image>", return_tensors="pt")
     expected = (inputs["input_ids"] == processor.image_token_id).sum()
@@ -328,12 +328,12 @@ def add_text(text, slot, words):
 @pytest.fixture
 def edited_card(full):
     """A card that was written again after its author had added texts and metadata."""
-    text = write_card(full).text
-    text = add_text(text, "introduction", INTRODUCTION)
-    text = add_text(text, "notes", NOTES)
-    text = text.replace("tags:\n", "tags:\n- mine\n")
-    text = text.replace("---\n", "---\nthumbnail: a.png\nextra: [1, {b: c}]\n", 1)
-    (full / "README.md").write_bytes(text.encode())
+    card_text = write_card(full).text
+    card_text = add_text(card_text, "introduction", INTRODUCTION)
+    card_text = add_text(card_text, "notes", NOTES)
+    card_text = card_text.replace("tags:\n", "tags:\n- mine\n")
+    card_text = card_text.replace("---\n", "---\nthumbnail: a.png\nextra: [1, {b: c}]\n", 1)
+    (full / "README.md").write_bytes(card_text.encode())
     return write_card(full)
 
 
@@ -379,17 +379,17 @@ def test_the_text_on_the_hub_is_kept_if_it_has_one(full, card_text, local_notes,
     if hub_notes.strip():
         expected = hub_notes
     (full / "README.md").write_text(add_text(card_text, "notes", local_notes))
-    card = render_card(full, hub_card=add_text(card_text, "notes", hub_notes))
-    assert by_hand(card.text) == {"introduction": "", "notes": expected}
-    warned = "Text by hand on the Hub is kept: notes." in " ".join(card.warnings)
+    model_card = render_card(full, hub_card=add_text(card_text, "notes", hub_notes))
+    assert by_hand(model_card.text) == {"introduction": "", "notes": expected}
+    warned = "Text by hand on the Hub is kept: notes." in " ".join(model_card.warnings)
     assert warned == (bool(local_notes) and local_notes != expected)
 
 
 @pytest.mark.parametrize("notes", ["", "mine\n", "theirs\n"])
 def test_a_card_of_others_on_the_hub_has_no_text_that_is_kept(full, card_text, notes):
     (full / "README.md").write_text(add_text(card_text, "notes", notes))
-    card = render_card(full, hub_card="# Of somebody else")
-    assert by_hand(card.text)["notes"] == notes
+    model_card = render_card(full, hub_card="# Of somebody else")
+    assert by_hand(model_card.text)["notes"] == notes
 
 
 @pytest.mark.parametrize("notes", ["", " \n", "theirs\n"])
@@ -408,11 +408,11 @@ def test_a_card_on_the_hub_whose_text_has_no_end_is_refused(full, card_text, not
     ],
 )
 def test_nothing_by_hand_is_lost_to_a_slip(full, mark, slip):
-    text = write_card(full).text.replace(mark, slip)
-    (full / "README.md").write_text(text)
+    card_text = write_card(full).text.replace(mark, slip)
+    (full / "README.md").write_text(card_text)
     with pytest.raises(ValueError, match="by hand"):
         write_card(full)
-    assert (full / "README.md").read_text() == text
+    assert (full / "README.md").read_text() == card_text
 
 
 THEIRS = "---\nlicence: license\ntags: [trl]\n---\n# Model Card for stage2\n"
@@ -428,10 +428,10 @@ def test_a_card_of_others_is_not_written_over(full):
 
 def test_a_card_of_others_is_replaced_if_that_is_asked_for(full):
     (full / "README.md").write_text(THEIRS)
-    card = write_card(full, replace=True)
-    assert is_ours(card.text)
-    assert "trl" not in data(card)["tags"]
-    assert (full / "README.md").read_bytes() == card.text.encode()
+    model_card = write_card(full, replace=True)
+    assert is_ours(model_card.text)
+    assert "trl" not in data(model_card)["tags"]
+    assert (full / "README.md").read_bytes() == model_card.text.encode()
 
 
 EVIL = (
@@ -477,18 +477,18 @@ def clean_and_evil_cards(full):
 def all_tokens(card):
     """Returns the tokens of a card's text and those inside them."""
     parsed_tokens = tokens(ModelCard(card.text).text)
-    for token in list(parsed_tokens):
-        parsed_tokens += token.children or ()
+    for markdown_token in list(parsed_tokens):
+        parsed_tokens += markdown_token.children or ()
     return parsed_tokens
 
 
 def count_structure(card):
     """Counts the tokens that make links, tables, titles. None may be a script."""
     counts = Counter()
-    for token in all_tokens(card):
-        assert not ("html" in token.type and "script" in token.content)
-        if token.type in COUNTED_TOKENS:
-            counts[token.type] += 1
+    for markdown_token in all_tokens(card):
+        assert not ("html" in markdown_token.type and "script" in markdown_token.content)
+        if markdown_token.type in COUNTED_TOKENS:
+            counts[markdown_token.type] += 1
     return counts
 
 
@@ -521,15 +521,18 @@ def test_names_are_text_whatever_is_in_them(clean_and_evil_cards):
     assert "\u202e" not in literal
 
 
+PROTOCOL = re.compile("<summary>Protocol</summary>\n\n(.*?)\n\n</details>", re.DOTALL)
+
+
 def test_a_protocol_is_folded_and_its_prompt_is_text(full):
     prompt = 'The first prompt is "<image>\\nWhat is $5 & `a_b`? A|B **or** [c](d)"'
     card_folder.evaluated(full, protocol=[prompt])
-    text = render_card(full).text
-    folded = re.search("<summary>Protocol</summary>\n\n(.*?)\n\n</details>", text, re.DOTALL)[1]
-    (inline,) = [token for token in tokens(folded) if token.type == "inline"]
-    shown = "".join(child.content for child in inline.children)
+    card_text = render_card(full).text
+    folded = PROTOCOL.search(card_text)[1]
+    (inline,) = [parsed for parsed in tokens(folded) if parsed.type == "inline"]
+    shown = "".join(inner_token.content for inner_token in inline.children)
     assert shown == prompt
-    assert not re.search(r"&#?\w+;", text)
+    assert not re.search(r"&#?\w+;", card_text)
 
 
 @pytest.fixture
@@ -547,32 +550,32 @@ def adapter_folder(tmp_path):
 
 
 def test_an_adapter_says_what_it_is_loaded_on(adapter_folder):
-    card = render_card(adapter_folder, repo_id="user/adapter", base=PINNED)
-    metadata = data(card)
+    model_card = render_card(adapter_folder, repo_id="user/adapter", base=PINNED)
+    metadata = data(model_card)
     assert metadata["base_model"] == ["user/base"]
     assert metadata["base_model_relation"] == "adapter"
     assert metadata["library_name"] == "peft"
     assert "license" not in metadata
-    assert f'base, base_revision = "user/base", "{"a" * 40}"' in card.text
+    assert f'base, base_revision = "user/base", "{"a" * 40}"' in model_card.text
 
 
 def test_an_adapter_with_its_base_s_record_of_building_has_the_parts_licences(adapter_folder):
     card_folder.licensed(adapter_folder, "mit", "mit", vision="encoder")
-    card = render_card(adapter_folder, base=PINNED)
-    assert "base model" not in rows(section(card, "Licence"))
-    assert "No Hub id is recorded" not in " ".join(card.warnings)
+    model_card = render_card(adapter_folder, base=PINNED)
+    assert "base model" not in rows(section(model_card, "Licence"))
+    assert "No Hub id is recorded" not in " ".join(model_card.warnings)
 
 
 def test_an_adapter_on_a_folder_is_to_be_merged(adapter_folder):
-    card = render_card(adapter_folder)
-    assert "outputs" not in card.text
-    assert "```python" not in card.text
-    assert "normalign merge" in card.text
-    metadata = data(card)
+    model_card = render_card(adapter_folder)
+    assert "outputs" not in model_card.text
+    assert "```python" not in model_card.text
+    assert "normalign merge" in model_card.text
+    metadata = data(model_card)
     assert metadata["library_name"] == "peft"
     assert "base_model" not in metadata
     assert "base_model_relation" not in metadata
-    assert "base is not on the Hub" in " ".join(card.warnings)
+    assert "base is not on the Hub" in " ".join(model_card.warnings)
 
 
 @pytest.fixture
@@ -610,10 +613,10 @@ def llava_folder(tmp_path):
 
 def test_a_retrofit_is_one_part(tmp_path, llava_folder):
     retrofit_checkpoint(str(llava_folder), tmp_path / "built")
-    card = render_card(tmp_path / "built")
-    assert rows(section(card, "Licence"))["LLaVA checkpoint"] == ["llava", "mit"]
-    assert data(card)["license"] == "mit"
-    assert "**not been trained since**" in card.text
+    model_card = render_card(tmp_path / "built")
+    assert rows(section(model_card, "Licence"))["LLaVA checkpoint"] == ["llava", "mit"]
+    assert data(model_card)["license"] == "mit"
+    assert "**not been trained since**" in model_card.text
 
 
 def test_a_retrofit_without_a_norm_was_trained(tmp_path, llava_folder):
@@ -632,9 +635,9 @@ def one_base_card(folder):
 def name_second_base(folder):
     """Adds a base by hand."""
     card_path = folder / "README.md"
-    text = card_path.read_text()
+    card_text = card_path.read_text()
     line = "- google/encoder\n"
-    card_path.write_text(text.replace(line, f"{line}- Qwen/decoder\n", 1))
+    card_path.write_text(card_text.replace(line, f"{line}- Qwen/decoder\n", 1))
 
 
 def test_a_base_that_is_not_known_is_asked_for(one_base_card):
@@ -645,9 +648,9 @@ def test_a_base_that_is_not_known_is_asked_for(one_base_card):
 def test_a_base_that_the_author_names_is_kept(folder, one_base_card):
     name_second_base(folder)
     for _ in range(2):
-        card = write_card(folder)
-        assert data(card)["base_model"] == ["google/encoder", "Qwen/decoder"]
-        assert "base_model:" not in str(card.warnings)
+        model_card = write_card(folder)
+        assert data(model_card)["base_model"] == ["google/encoder", "Qwen/decoder"]
+        assert "base_model:" not in str(model_card.warnings)
 
 
 def test_bases_that_follow_from_the_folder_are_not_the_author_s(folder, one_base_card):
@@ -696,9 +699,9 @@ def test_measured_alignment(full):
     measurements = measurements_of(full)
 
     rotation_cells = measurements.pop("Rotation by layer, visual over text")
-    rotation, _, error = rotation_cells[1].split()
+    rotation, _, standard_error = rotation_cells[1].split()
     assert float(rotation) < 0.9
-    assert float(error) == 0.01
+    assert float(standard_error) == 0.01
     assert measurements == {
         "": ["this model", "baseline: other"],
         "Mean norm of text embeddings, N_text": ["3.200", "1.080"],
@@ -722,9 +725,9 @@ def test_what_a_diagnosis_lacks_has_no_number(full):
     measurements = measurements_of(full)
     assert measurements["Mean norm of text embeddings, N_text"][1] == "–"
     assert len(measurements["Norm of visual tokens as they enter"]) == 2
-    for name in measurements:
-        assert not name.startswith("Norm of text tokens")
-        assert "over text in the same data" not in name
+    for measure in measurements:
+        assert not measure.startswith("Norm of text tokens")
+        assert "over text in the same data" not in measure
 
 
 def limits_of(folder):

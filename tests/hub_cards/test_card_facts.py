@@ -76,11 +76,11 @@ def name_licences(folder, vision, language):
 
 def test_a_licence_with_a_name_of_its_own_is_known_by_its_name(folder):
     name_licences(folder, QWEN_LICENCE, dict(QWEN_LICENCE))
-    card = render_card(folder)
-    assert data(card).items() >= QWEN_LICENCE.items()
-    assert "licence" not in " ".join(card.warnings)
-    assert "Its author states" not in card.text
-    assert rows(section(card, "Licence"))["language model"] == [
+    model_card = render_card(folder)
+    assert data(model_card).items() >= QWEN_LICENCE.items()
+    assert "licence" not in " ".join(model_card.warnings)
+    assert "Its author states" not in model_card.text
+    assert rows(section(model_card, "Licence"))["language model"] == [
         f"[Qwen/decoder]({HUB}/Qwen/decoder)",
         "[qwen](https://qwen.ai/terms)",
     ]
@@ -88,11 +88,13 @@ def test_a_licence_with_a_name_of_its_own_is_known_by_its_name(folder):
 
 def test_licences_with_different_names_differ(folder):
     name_licences(folder, QWEN_LICENCE, LLAMA_LICENCE)
-    card = render_card(folder)
-    metadata = data(card)
+    model_card = render_card(folder)
+    metadata = data(model_card)
     assert metadata["license"] == "other"
     assert "license_name" not in metadata
-    (warning,) = [text for text in card.warnings if "licences of the parts differ" in text]
+    (warning,) = [
+        message for message in model_card.warnings if "licences of the parts differ" in message
+    ]
     assert "google/encoder (qwen)" in warning
     assert "Qwen/decoder (llama)" in warning
 
@@ -101,28 +103,28 @@ def test_the_author_names_the_licence_where_those_of_the_parts_differ(folder):
     name_licences(folder, QWEN_LICENCE, LLAMA_LICENCE)
     by_author = text_of(folder).replace("license: other\n", "license: other\nlicense_name: mine\n")
     (folder / "README.md").write_text(by_author)
-    card = render_card(folder)
-    assert "Its author states: mine." in card.text
-    assert "licence" not in " ".join(card.warnings)
+    model_card = render_card(folder)
+    assert "Its author states: mine." in model_card.text
+    assert "licence" not in " ".join(model_card.warnings)
 
 
 @pytest.mark.parametrize("unknown", ["unknown", "other", None])
 def test_a_licence_that_is_not_known_is_told_by_the_part_s_name(folder, unknown):
     vision_licence = {"license": unknown, "license_name": None}
     name_licences(folder, vision_licence, {"license": "mit"})
-    card = render_card(folder)
-    assert "license" not in data(card)
-    assert "google/encoder" in card.warnings[0]
-    assert "Qwen/decoder" not in card.warnings[0]
-    assert "The licence of google/encoder is not recorded" in section(card, "Licence")
+    model_card = render_card(folder)
+    assert "license" not in data(model_card)
+    assert "google/encoder" in model_card.warnings[0]
+    assert "Qwen/decoder" not in model_card.warnings[0]
+    assert "The licence of google/encoder is not recorded" in section(model_card, "Licence")
 
 
 def test_an_empty_licence_of_the_author_settles_nothing(folder):
     (folder / "build.json").unlink()
     (folder / "README.md").write_text(add_metadata(text_of(folder), "license: ''\n"))
-    card = render_card(folder)
-    assert "No licence is known for its parts" in card.warnings[0]
-    assert "Its author states" not in card.text
+    model_card = render_card(folder)
+    assert "No licence is known for its parts" in model_card.warnings[0]
+    assert "Its author states" not in model_card.text
 
 
 @pytest.fixture
@@ -152,18 +154,18 @@ def test_data_are_linked_at_their_commit_and_named_once(licence_section):
 
 def test_a_part_of_a_folder_has_no_link_and_its_name_is_asked_for(folder):
     card_folder.licensed(folder, "mit", "mit", vision="encoder", language="decoder")
-    card = render_card(folder)
-    assert rows(section(card, "Licence"))["vision encoder"][0] == "encoder"
-    assert "base_model" not in data(card)
-    assert "No Hub id is recorded for encoder and decoder." in " ".join(card.warnings)
+    model_card = render_card(folder)
+    assert rows(section(model_card, "Licence"))["vision encoder"][0] == "encoder"
+    assert "base_model" not in data(model_card)
+    assert "No Hub id is recorded for encoder and decoder." in " ".join(model_card.warnings)
 
 
 def test_where_one_part_is_of_a_folder_the_other_is_the_base(folder):
     card_folder.licensed(folder, "mit", "mit", vision="encoder")
-    card = render_card(folder)
-    assert data(card)["base_model"] == ["Qwen/decoder"]
-    assert "base_model_relation" not in data(card)
-    assert "No Hub id is recorded for encoder. " in " ".join(card.warnings)
+    model_card = render_card(folder)
+    assert data(model_card)["base_model"] == ["Qwen/decoder"]
+    assert "base_model_relation" not in data(model_card)
+    assert "No Hub id is recorded for encoder. " in " ".join(model_card.warnings)
 
 
 def test_no_id_of_a_part_is_asked_for_where_training_started_from_the_hub(folder):
@@ -180,12 +182,12 @@ def test_a_retrofit_is_finetuned_only_from_its_llava(folder):
         vision="user/llava",
         from_llava=True,
     )
-    card = render_card(folder)
-    metadata = data(card)
+    model_card = render_card(folder)
+    metadata = data(model_card)
     assert metadata["base_model"] == ["user/llava"]
     assert metadata["base_model_relation"] == "finetune"
     assert metadata["license"] == "mit"
-    assert "never trained" not in " ".join(card.warnings)
+    assert "never trained" not in " ".join(model_card.warnings)
 
 
 NEVER_TRAINED = "never trained: its projector is random"
@@ -197,10 +199,10 @@ def test_a_projector_that_was_never_trained_is_warned_of(folder):
 
 def test_a_projector_that_was_trained_is_not_warned_of(folder):
     card_folder.trained(folder)
-    card = render_card(folder)
-    assert NEVER_TRAINED not in " ".join(card.warnings)
-    assert "datasets" not in data(card)
-    assert "one training run, seed 42:" in card.text  # of both stages
+    model_card = render_card(folder)
+    assert NEVER_TRAINED not in " ".join(model_card.warnings)
+    assert "datasets" not in data(model_card)
+    assert "one training run, seed 42:" in model_card.text  # of both stages
 
 
 def test_a_gain_that_moved_by_a_little_was_trained(folder):
@@ -216,16 +218,16 @@ def test_where_the_start_of_the_gain_is_unknown_so_is_training(folder):
         projector_gain_init="text_norm",
         text_embedding_norm=None,
     )
-    card = render_card(folder)
-    assert "How it was trained is not recorded here." in card.text
-    assert "never trained" not in " ".join(card.warnings)
+    model_card = render_card(folder)
+    assert "How it was trained is not recorded here." in model_card.text
+    assert "never trained" not in " ".join(model_card.warnings)
 
 
 def shown_recipes(card):
     """Returns the options of each stage, as the card shows them."""
     training_section = section(card, "Training")
     blocks = re.findall("^```yaml\n(.*?)^```$", training_section, re.DOTALL | re.MULTILINE)
-    return [yaml.safe_load(block) for block in blocks]
+    return [yaml.safe_load(yaml_block) for yaml_block in blocks]
 
 
 def test_a_recipe_is_shown_with_the_learning_rates_that_were_derived(folder):
@@ -239,8 +241,8 @@ def test_a_recipe_is_shown_with_the_learning_rates_that_were_derived(folder):
         options=options,
         learning_rates={"projector": 0.001, "vision": 1e-05},
     )
-    card = render_card(folder)
-    first_recipe, second_recipe = shown_recipes(card)
+    model_card = render_card(folder)
+    first_recipe, second_recipe = shown_recipes(model_card)
     assert first_recipe == {
         "seed": 42,
         "weight_decay": 0.0,
@@ -250,9 +252,9 @@ def test_a_recipe_is_shown_with_the_learning_rates_that_were_derived(folder):
     assert float(second_recipe.pop("vision_learning_rate")) == 1e-05
     assert second_recipe == {**options, "projector_learning_rate": 0.001}
 
-    titles = re.findall("<summary>Recipe(.*), as", card.text)
+    titles = re.findall("<summary>Recipe(.*), as", model_card.text)
     assert titles == [" of stage 1", " of stage 2"]
-    assert "one training run, seed 42, 7:" in card.text
+    assert "one training run, seed 42, 7:" in model_card.text
 
 
 @pytest.mark.parametrize(
@@ -271,13 +273,13 @@ def test_a_training_of_one_stage_is_called_by_its_name(folder, stage, title):
         seconds=59.6,
         hardware=None,
     )
-    card = render_card(folder)
-    training_table = rows(section(card, "Training"))
+    model_card = render_card(folder)
+    training_table = rows(section(model_card, "Training"))
     assert training_table[""] == [title]
     assert training_table["Steps"] == ["32"]
     assert training_table["Time"] == ["0:01:00"]
     assert "Hardware" not in training_table
-    assert "<summary>Recipe, as" in card.text
+    assert "<summary>Recipe, as" in model_card.text
 
 
 def test_hardware_without_devices_and_a_training_without_steps_are_told(folder):
@@ -331,11 +333,11 @@ def test_the_method_is_told_by_the_configuration(folder, norm, gain_init, compen
         text_embedding_norm=3.2,
         gradient_compensation=compensation,
     )
-    text = text_of(folder)
+    card_text = text_of(folder)
     for sentence in sentences:
-        assert sentence in text
-    assert ("ablation" in text) == ("ablation" in sentences)
-    assert ("compensated for the small gain" in text) == (compensation == "global")
+        assert sentence in card_text
+    assert ("ablation" in card_text) == ("ablation" in sentences)
+    assert ("compensated for the small gain" in card_text) == (compensation == "global")
 
 
 def test_the_verdict_is_quoted_once(full):
@@ -345,11 +347,11 @@ def test_the_verdict_is_quoted_once(full):
 
 def test_a_figure_that_is_absent_is_not_shown(full):
     (full / "diagnostics" / "rotation.png").unlink()
-    text = text_of(full)
-    assert re.findall(r"\]\((diagnostics/.*?)\)", text) == ["diagnostics/interface.png"]
+    card_text = text_of(full)
+    assert re.findall(r"\]\((diagnostics/.*?)\)", card_text) == ["diagnostics/interface.png"]
     figures = {figure["file"]: figure for figure in read_report(full)["figures"]}
     caption = figures["interface.png"]["caption"]
-    assert f"*Interface.* {caption}" in text
+    assert f"*Interface.* {caption}" in card_text
 
 
 @pytest.mark.parametrize(
@@ -366,8 +368,8 @@ def test_a_figure_that_is_absent_is_not_shown(full):
 )
 def test_an_evaluation_says_when_and_with_what_it_was_run(full, changes, line):
     card_folder.evaluated(full, **changes)
-    text = text_of(full).replace("lm_eval", "lm\\_eval")
-    assert f"\n- {line}\n" in text
+    card_text = text_of(full).replace("lm_eval", "lm\\_eval")
+    assert f"\n- {line}\n" in card_text
 
 
 def test_an_evaluation_without_a_date_and_versions_does_not_say_when_it_was_run(full):
@@ -404,6 +406,7 @@ def test_numbers_stand_on_the_right_and_words_on_the_left(full):
     assert "\n| --- | --- | ---: | ---: | ---: | ---: |\n" in evaluation_section
 
 
+PROTOCOL = re.compile("<summary>Protocol</summary>\n\n(.*?)\n\n</details>", re.DOTALL)
 PROMPTS = [
     "# a",
     "1. b",
@@ -427,15 +430,17 @@ PROMPTS = [
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_sentence_is_text_wherever_markup_could_begin(full, prompt):
     card_folder.evaluated(full, protocol=[prompt])
-    text = text_of(full)
-    folded = re.search("<summary>Protocol</summary>\n\n(.*?)\n\n</details>", text, re.DOTALL)[1]
+    card_text = text_of(full)
+    folded = PROTOCOL.search(card_text)[1]
     parsed_tokens = tokens(folded)
-    kinds = {token.type.removesuffix("_open").removesuffix("_close") for token in parsed_tokens}
-    assert kinds == {"bullet_list", "list_item", "paragraph", "inline"}
+    token_kinds = {
+        parsed.type.removesuffix("_open").removesuffix("_close") for parsed in parsed_tokens
+    }
+    assert token_kinds == {"bullet_list", "list_item", "paragraph", "inline"}
 
-    (inline,) = [token for token in parsed_tokens if token.type == "inline"]
-    assert {child.type for child in inline.children} <= {"text", "text_special"}
-    shown = "".join(child.content for child in inline.children)
+    (inline,) = [parsed for parsed in parsed_tokens if parsed.type == "inline"]
+    assert {inner_token.type for inner_token in inline.children} <= {"text", "text_special"}
+    shown = "".join(inner_token.content for inner_token in inline.children)
     assert shown == prompt.replace("\n", " ").replace("\u200b", "")
     # Between two such signs the Hub typesets a formula.
     assert not re.search(r"(?<!\\)\$", folded)
@@ -443,10 +448,10 @@ def test_a_sentence_is_text_wherever_markup_could_begin(full, prompt):
 
 def linked_addresses(text):
     addresses = []
-    for token in tokens(text):
-        for child in token.children or ():
-            if child.type == "link_open":
-                addresses.append(unquote(child.attrs["href"]))
+    for markdown_token in tokens(text):
+        for inner_token in markdown_token.children or ():
+            if inner_token.type == "link_open":
+                addresses.append(unquote(inner_token.attrs["href"]))
     return addresses
 
 
@@ -470,19 +475,19 @@ def adapter(tmp_path):
 
 
 def test_an_adapter_s_card_tells_what_training_recorded(adapter):
-    text = text_of(adapter)
-    assert "This is an adapter of rank 8 with the projector in full" in text
-    assert "its gain starts from N_text" in text
-    assert "not compensated for the gain" in text
-    assert "An image is" not in text
+    card_text = text_of(adapter)
+    assert "This is an adapter of rank 8 with the projector in full" in card_text
+    assert "its gain starts from N_text" in card_text
+    assert "not compensated for the gain" in card_text
+    assert "An image is" not in card_text
 
 
 def test_an_adapter_s_card_loads_its_base(adapter):
-    text = text_of(adapter)
-    assert 'base, base_revision = "user/stage1", "main"' in text
-    assert "is not pinned here" in text
-    assert "AutoProcessor.from_pretrained(base, revision=base_revision" in text
-    assert 'dtype="auto"' in text
+    card_text = text_of(adapter)
+    assert 'base, base_revision = "user/stage1", "main"' in card_text
+    assert "is not pinned here" in card_text
+    assert "AutoProcessor.from_pretrained(base, revision=base_revision" in card_text
+    assert 'dtype="auto"' in card_text
 
 
 @pytest.fixture
@@ -503,39 +508,44 @@ def compensated_adapter(adapter):
 
 
 def test_an_adapter_s_card_tells_of_settings_that_training_changed(compensated_adapter):
-    text = text_of(compensated_adapter)
-    assert "with the projector and the vision tower in full" in text
-    assert "a RMSNorm after the projector" in text
-    assert "compensated for the small gain" in text
-    assert "ablation" not in text
+    card_text = text_of(compensated_adapter)
+    assert "with the projector and the vision tower in full" in card_text
+    assert "a RMSNorm after the projector" in card_text
+    assert "compensated for the small gain" in card_text
+    assert "ablation" not in card_text
 
 
 def test_an_adapter_is_loaded_with_its_settings_and_its_processor(compensated_adapter):
-    text = text_of(compensated_adapter)
-    assert '    gradient_compensation="global",  # as in training\n' in text
-    assert "AutoProcessor.from_pretrained(adapter, revision=revision" in text
+    card_text = text_of(compensated_adapter)
+    assert '    gradient_compensation="global",  # as in training\n' in card_text
+    assert "AutoProcessor.from_pretrained(adapter, revision=revision" in card_text
 
 
 def test_an_adapter_on_a_pinned_base_says_so(compensated_adapter):
     pinned = Part("base model", "user/base", "user/base", "a" * 40)
-    card = render_card(compensated_adapter, base=pinned, revision="trial", repo_id="me/adapter")
-    assert 'adapter, revision = "me/adapter", "trial"' in card.text
-    assert "is pinned here" in card.text
+    model_card = render_card(
+        compensated_adapter,
+        base=pinned,
+        revision="trial",
+        repo_id="me/adapter",
+    )
+    assert 'adapter, revision = "me/adapter", "trial"' in model_card.text
+    assert "is pinned here" in model_card.text
 
 
 def test_of_an_adapter_the_norm_is_measured_and_its_settings_are_those_of_training(adapter):
     parameter_name = "base_model.model.model.multi_modal_projector.norm.weight"
     save_file({parameter_name: torch.tensor([-0.5, 0.25])}, adapter / ADAPTER_WEIGHTS)
-    facts = Facts(adapter)
-    assert facts.gain == {
+    card_facts = Facts(adapter)
+    assert card_facts.gain == {
         "start": None,
         "mean_abs": 0.375,
         "bias_mean_abs": None,
     }
-    assert facts.moved is None
-    assert facts.config is None
-    assert facts.setting("text_embedding_norm") == 3.2  # beside what was changed
-    assert facts.setting("projector_norm") == "layer_norm"
+    assert card_facts.moved is None
+    assert card_facts.config is None
+    assert card_facts.setting("text_embedding_norm") == 3.2  # beside what was changed
+    assert card_facts.setting("projector_norm") == "layer_norm"
 
 
 def test_a_norm_without_a_bias_is_as_it_was_built(folder):
@@ -543,10 +553,10 @@ def test_a_norm_without_a_bias_is_as_it_was_built(folder):
     del weights["model.multi_modal_projector.norm.bias"]
     stored.store(folder, weights)
     card_folder.edit(folder / "config.json", projector_norm="rms_norm")
-    facts = Facts(folder)
-    assert facts.moved is False
-    assert facts.gain["bias_mean_abs"] is None
-    assert facts.gain["mean_abs"] == pytest.approx(facts.gain["start"])
+    card_facts = Facts(folder)
+    assert card_facts.moved is False
+    assert card_facts.gain["bias_mean_abs"] is None
+    assert card_facts.gain["mean_abs"] == pytest.approx(card_facts.gain["start"])
 
 
 def test_what_records_do_not_say_is_empty(full, monkeypatch):
@@ -558,24 +568,24 @@ def test_what_records_do_not_say_is_empty(full, monkeypatch):
     change_report(full, **report)
 
     monkeypatch.chdir(full)
-    facts = Facts(Path("."))
-    assert facts.name == full.name
-    assert facts.data == []
-    assert not facts.stale
-    assert facts.stages == [{"stage": "align", "versions": {}, "options": {}}]
-    assert [part.licence for part in facts.parts] == [{}, {}]
-    assert facts.started_from is None
-    assert facts.setting("projector_norm") == "layer_norm"
+    card_facts = Facts(Path("."))
+    assert card_facts.name == full.name
+    assert card_facts.data == []
+    assert not card_facts.stale
+    assert card_facts.stages == [{"stage": "align", "versions": {}, "options": {}}]
+    assert [part.licence for part in card_facts.parts] == [{}, {}]
+    assert card_facts.started_from is None
+    assert card_facts.setting("projector_norm") == "layer_norm"
 
 
 def test_a_part_of_unknown_licence_is_named_once():
-    parts = [
+    unknown_parts = [
         Part("vision encoder", "a"),
         Part("language model", "a"),
         Part("data", "b"),
         Part("data", "c", licence={"license": "mit"}),
     ]
-    licence, sentence, warning = terms(parts)
+    licence, sentence, warning = terms(unknown_parts)
     assert licence == {}
     assert "of a, b is not recorded" in sentence
     assert "for a, b." in warning
@@ -620,9 +630,9 @@ def test_the_base_of_an_adapter_is_quantized_as_in_training(adapter, quantizatio
 @pytest.fixture
 def hub_card(full):
     """A card on the Hub with other metadata of its author than the folder's."""
-    text = write_card(full).text
-    (full / "README.md").write_text(add_metadata(text, "thumbnail: a.png\na: 1\n"))
-    return add_metadata(text, "thumbnail: b.png\nb: 1\n")
+    card_text = write_card(full).text
+    (full / "README.md").write_text(add_metadata(card_text, "thumbnail: a.png\na: 1\n"))
+    return add_metadata(card_text, "thumbnail: b.png\nb: 1\n")
 
 
 def test_what_the_author_added_on_the_hub_comes_before_the_folder_s(full, hub_card):
@@ -640,14 +650,14 @@ def test_metadata_of_a_card_of_others_on_the_hub_are_not_taken(full, hub_card):
 def test_a_card_that_has_only_front_matter_is_replaced(folder):
     card_path = folder / "README.md"
     card_path.write_text("---\nlicense: mit\n---\n\n")  # as the Hub makes one
-    text = write_card(folder).text
-    assert card_path.read_text() == text
-    assert "\n# tiny-normalign\n" in text
+    card_text = write_card(folder).text
+    assert card_path.read_text() == card_text
+    assert "\n# tiny-normalign\n" in card_text
 
 
 def test_a_card_is_read_with_a_mark_of_its_encoding(folder):
-    text = add_metadata(write_card(folder).text, "thumbnail: a.png\n")
-    (folder / "README.md").write_text(text, encoding="utf-8-sig")
+    card_text = add_metadata(write_card(folder).text, "thumbnail: a.png\n")
+    (folder / "README.md").write_text(card_text, encoding="utf-8-sig")
     assert metadata_of(folder)["thumbnail"] == "a.png"
 
 
@@ -677,9 +687,9 @@ def test_a_card_of_an_absent_folder_is_not_written(folder):
 
 
 def test_a_card_is_written_for_its_name_on_the_hub(folder):
-    text = write_card(folder, repo_id="user/m").text
-    assert 'checkpoint, revision = "user/m", "main"' in text
-    assert "\n# m\n" in text
+    card_text = write_card(folder, repo_id="user/m").text
+    assert 'checkpoint, revision = "user/m", "main"' in card_text
+    assert "\n# m\n" in card_text
 
 
 def test_a_card_that_is_absent_is_not_rendered_again(folder):

@@ -56,12 +56,15 @@ def sha256(content):
 
 
 def git_hashes(contents):
-    return {path: git_hash(content) for path, content in contents.items()}
+    return {file_path: git_hash(content) for file_path, content in contents.items()}
 
 
 def record_of(contents):
     """Returns what a publication records of the files that it wrote."""
-    return {path: [sha256(content), git_hash(content)] for path, content in contents.items()}
+    hashes = {}
+    for file_path, content in contents.items():
+        hashes[file_path] = [sha256(content), git_hash(content)]
+    return hashes
 
 
 PUBLISHED = {
@@ -88,16 +91,16 @@ def repository_with(changed_files, kind="model"):
 
 
 def test_files_of_an_earlier_publication_that_are_not_sent_again_are_stale():
-    added = additions({"config.json": b"{...}", "generation_config.json": b"{}"})
+    added_files = additions({"config.json": b"{...}", "generation_config.json": b"{}"})
     # Neither the card nor LICENSE is.
     expected = ["merges.txt", "model.safetensors", "training.json"]
-    assert stale_files(repository_with({}), added) == expected
+    assert stale_files(repository_with({}), added_files) == expected
 
 
 def test_a_file_that_others_changed_is_not_stale():
-    added = additions({"config.json": b"{...}", "generation_config.json": b"{}"})
+    added_files = additions({"config.json": b"{...}", "generation_config.json": b"{}"})
     changed = repository_with({"training.json": b"2"})
-    assert stale_files(changed, added) == ["merges.txt", "model.safetensors"]
+    assert stale_files(changed, added_files) == ["merges.txt", "model.safetensors"]
 
 
 ADDED = {
@@ -129,24 +132,24 @@ def test_nothing_stands_in_the_way_where_others_changed_nothing():
 
 
 def test_what_others_changed_stands_in_the_way_if_it_is_read_or_overwritten(changed_repository):
-    added = additions(ADDED)
+    added_files = additions(ADDED)
     expected = ["adapter_config.json", "config.json", "merges.txt", "notes.md"]
-    assert files_of_others(changed_repository, added) == expected
+    assert files_of_others(changed_repository, added_files) == expected
 
-    with pytest.raises(ValueError, match="ann/m has files that no publication") as error:
-        check_files_of_others(changed_repository, added)
-    lines = str(error.value).splitlines()
-    assert "- config.json would be overwritten" in lines
-    assert "- merges.txt would be read beside the model" in lines
+    with pytest.raises(ValueError, match="ann/m has files that no publication") as raised:
+        check_files_of_others(changed_repository, added_files)
+    summary_lines = str(raised.value).splitlines()
+    assert "- config.json would be overwritten" in summary_lines
+    assert "- merges.txt would be read beside the model" in summary_lines
 
 
 def test_where_nothing_is_known_to_be_added_what_is_read_stands_in_the_way(changed_repository):
     expected = ["adapter_config.json", "config.json", "merges.txt", "vocab.json"]
     assert files_of_others(changed_repository) == expected
 
-    with pytest.raises(ValueError, match="ann/m has files that no publication") as error:
+    with pytest.raises(ValueError, match="ann/m has files that no publication") as raised:
         check_files_of_others(changed_repository)
-    assert "- vocab.json would be read beside the model" in str(error.value)
+    assert "- vocab.json would be read beside the model" in str(raised.value)
 
 
 def test_a_space_reads_nothing_beside_what_it_is_sent_and_its_card_is_a_file_like_others():
@@ -186,8 +189,8 @@ def commit_info(commit_hash, **options):
 
 
 def test_what_would_be_done_is_told(two_file_source, trial_branch):
-    lines = summary(Publication(two_file_source, trial_branch)).splitlines()
-    assert lines[1:] == ["  a: 1,234 bytes", "  b: 1 bytes", "Stays here: notes.txt, x/."]
+    summary_lines = summary(Publication(two_file_source, trial_branch)).splitlines()
+    assert summary_lines[1:] == ["  a: 1,234 bytes", "  b: 1 bytes", "Stays here: notes.txt, x/."]
 
 
 def test_it_is_told_that_nothing_stays(trial_branch):
@@ -202,12 +205,12 @@ def test_what_was_done_is_told(two_file_source, trial_branch):
         commit_info("1" * 40),
         removed=["c", "d"],
     )
-    lines = summary(publication).splitlines()
-    assert len(lines) == 4
-    assert lines[0] == "Sent to ann/m: 2 files in one commit; removed: c, d."
-    assert lines[1] == f"Commit: {'1' * 40}"
-    assert lines[2] == f"Repository: {HUB}/ann/m/tree/trial"
-    assert f'"{"1" * 40}"' in lines[3]
+    summary_lines = summary(publication).splitlines()
+    assert len(summary_lines) == 4
+    assert summary_lines[0] == "Sent to ann/m: 2 files in one commit; removed: c, d."
+    assert summary_lines[1] == f"Commit: {'1' * 40}"
+    assert summary_lines[2] == f"Repository: {HUB}/ann/m/tree/trial"
+    assert f'"{"1" * 40}"' in summary_lines[3]
 
 
 def test_pages_of_a_pull_request_and_of_a_space_are_told(two_file_source, trial_branch):
@@ -217,10 +220,10 @@ def test_pages_of_a_pull_request_and_of_a_space_are_told(two_file_source, trial_
         commit_info("0" * 40, pr_url=f"{HUB}/ann/m/discussions/1"),
         space=f"{HUB}/s",
     )
-    lines = summary(publication).splitlines()
-    assert lines[0] == "Sent to ann/m: nothing changed; removed: nothing."
-    assert lines[3] == f"Pull request: {HUB}/ann/m/discussions/1"
-    assert lines[4] == f"Space: {HUB}/s"
+    summary_lines = summary(publication).splitlines()
+    assert summary_lines[0] == "Sent to ann/m: nothing changed; removed: nothing."
+    assert summary_lines[3] == f"Pull request: {HUB}/ann/m/discussions/1"
+    assert summary_lines[4] == f"Space: {HUB}/s"
 
 
 @pytest.fixture
@@ -299,13 +302,13 @@ def test_a_space_that_was_changed_is_written_only_if_that_is_asked_for(repositor
 @pytest.fixture
 def push_calls(monkeypatch):
     """The arguments with which a Space would be sent."""
-    calls = []
+    recorded_calls = []
 
     def push(repository, added, **options):
-        calls.append((repository, added, options))
+        recorded_calls.append((repository, added, options))
 
     monkeypatch.setattr(demo, "push", push)
-    return calls
+    return recorded_calls
 
 
 def pushed_contents(added):
@@ -318,8 +321,8 @@ def test_a_space_is_as_private_as_its_model_and_needs_a_token_then(
 ):
     repositories["ann/m"] = replace(space_with(), private=private)
     messages = []
-    page = push_space(space_with(), "ann/m", "c" * 40, messages.append)
-    assert page == f"{HUB}/spaces/ann/m-demo"
+    space_page = push_space(space_with(), "ann/m", "c" * 40, messages.append)
+    assert space_page == f"{HUB}/spaces/ann/m-demo"
     assert asked_names == [("ann/m", "model")]
     ((space, _, options),) = push_calls
     assert space.repo_id == "ann/m-demo"
@@ -327,14 +330,14 @@ def test_a_space_is_as_private_as_its_model_and_needs_a_token_then(
 
     assert len(messages) == private
     for message in messages:
-        assert f"HF_TOKEN: {page}/settings" in message
+        assert f"HF_TOKEN: {space_page}/settings" in message
 
 
 def test_a_space_is_sent_with_a_record_of_its_files(repositories, push_calls):
     repositories["ann/m"] = space_with()
     push_space(space_with(), "ann/m", "c" * 40, print)
-    ((_, added, _),) = push_calls
-    contents = pushed_contents(added)
+    ((_, added_files, _),) = push_calls
+    contents = pushed_contents(added_files)
     record = json.loads(contents.pop("publication.json"))
     assert contents == space_files("ann/m", "c" * 40)
     assert record["files"].keys() == contents.keys()
@@ -503,8 +506,8 @@ def test_a_plan_of_an_adapter_names_its_base_and_does_not_load_it(folder, traine
     assert publication.space is None
     assert publication.removed == []
 
-    stays = json.loads((trained_adapter / "adapter_config.json").read_text())
-    assert stays["base_model_name_or_path"] == str(folder)
+    local_settings = json.loads((trained_adapter / "adapter_config.json").read_text())
+    assert local_settings["base_model_name_or_path"] == str(folder)
 
 
 COMMIT = "1" * 40
@@ -552,15 +555,15 @@ class PublishSteps:
 
     def ask_clean_process(self, *arguments, **options):
         self.record("ask_clean_process", arguments, options)
-        place = len(self.calls["ask_clean_process"]) - 1
-        return self.logits[place]
+        call_number = len(self.calls["ask_clean_process"]) - 1
+        return self.logits[call_number]
 
 
 @pytest.fixture
 def publish_steps(monkeypatch):
     recorded = PublishSteps()
     module = import_module(PUBLISH_MODULE)
-    for name in (
+    for step_name in (
         "log_in",
         "find_repository",
         "require_own_space",
@@ -568,7 +571,7 @@ def publish_steps(monkeypatch):
         "push",
         "ask_clean_process",
     ):
-        monkeypatch.setattr(module, name, getattr(recorded, name))
+        monkeypatch.setattr(module, step_name, getattr(recorded, step_name))
     return recorded
 
 
@@ -580,8 +583,8 @@ def messages():
 @pytest.fixture
 def published(publish_steps, folder, messages):
     """A publication on a branch, with a Space, over a card with notes."""
-    card = render_card(folder).text.replace("notes -->\n", "notes -->\nOf Ann.\n")
-    publish_steps.found["card"] = card
+    hub_card = render_card(folder).text.replace("notes -->\n", "notes -->\nOf Ann.\n")
+    publish_steps.found["card"] = hub_card
     return publish(
         str(folder),
         "ann/m",
@@ -600,11 +603,11 @@ def test_a_publication_has_a_commit_and_a_space(published):
 
 
 def test_a_publication_is_prepared_on_its_branch(published, publish_steps):
-    api = published.repository.api
-    calls = publish_steps.calls
-    assert calls["log_in"] == [(("ann/m", "given", False), {})]
-    assert calls["find_repository"] == [((api, "ann/m"), {"branch": "trial"})]
-    assert calls["require_own_space"] == [((api, "ann/m", False), {})]
+    hub_api = published.repository.api
+    recorded_calls = publish_steps.calls
+    assert recorded_calls["log_in"] == [(("ann/m", "given", False), {})]
+    assert recorded_calls["find_repository"] == [((hub_api, "ann/m"), {"branch": "trial"})]
+    assert recorded_calls["require_own_space"] == [((hub_api, "ann/m", False), {})]
 
 
 def test_the_folder_and_its_commit_are_loaded(published, publish_steps, folder):
@@ -614,18 +617,18 @@ def test_the_folder_and_its_commit_are_loaded(published, publish_steps, folder):
 
 
 def test_all_files_are_sent_with_a_record_of_them(published, publish_steps):
-    (((repository, added, removed), options),) = publish_steps.calls["push"]
+    (((repository, added_files, removed), options),) = publish_steps.calls["push"]
     assert repository is published.repository
     assert removed == []
     assert options == {"private": True, "create_pr": False}
-    sent_names = {addition.path_in_repo for addition in added}
+    sent_names = {addition.path_in_repo for addition in added_files}
     assert sent_names == {*published.source.files, "publication.json"}
 
 
 def test_the_card_of_a_publication_names_its_branch_and_keeps_what_is_on_the_hub(published):
-    card = published.source.files["README.md"].decode()
-    assert '"ann/m", "trial"' in card
-    assert "Of Ann." in card
+    hub_card = published.source.files["README.md"].decode()
+    assert '"ann/m", "trial"' in hub_card
+    assert "Of Ann." in hub_card
 
 
 def test_a_space_is_sent_for_the_commit(published, publish_steps, messages):
@@ -645,14 +648,14 @@ def test_a_proposal_without_checks_is_loaded_nowhere_and_has_no_space(
         private=False,
         notify=messages.append,
     )
-    calls = publish_steps.calls
+    recorded_calls = publish_steps.calls
     assert publication.space is None
-    assert "ask_clean_process" not in calls
-    assert "require_own_space" not in calls
+    assert "ask_clean_process" not in recorded_calls
+    assert "require_own_space" not in recorded_calls
     assert "may not load" in messages[-1]
 
-    assert calls["log_in"] == [(("ann/m", None, True), {})]
-    _, push_options = calls["push"][0]
+    assert recorded_calls["log_in"] == [(("ann/m", None, True), {})]
+    _, push_options = recorded_calls["push"][0]
     assert push_options == {"private": False, "create_pr": True}
 
 
@@ -774,7 +777,7 @@ def test_how_an_adapter_s_base_was_quantized_may_be_said_where_it_is_published(t
     with pytest.raises(ValueError, match="not known. Give --base-quantization"):
         publish(trained_adapter, "ann/m", **options)
     publication = publish(trained_adapter, "ann/m", base_quantization="none", **options)
-    assert any(name.startswith("model") for name in publication.source.files)
+    assert any(file_name.startswith("model") for file_name in publication.source.files)
 
 
 @pytest.fixture
@@ -816,8 +819,8 @@ def test_a_checkpoint_is_loaded_whole_and_an_adapter_on_its_base(folder, tmp_pat
     assert clean_logits(folder) == pytest.approx(whole, abs=1e-6)
     assert clean_logits(adapter_folder, base=folder) == pytest.approx(adapted, abs=1e-6)
     processor.save_pretrained(adapter_folder)
-    shown = clean_logits(adapter_folder, base=folder)
-    assert shown == pytest.approx(with_own_processor, abs=1e-6)
+    shown_figures = clean_logits(adapter_folder, base=folder)
+    assert shown_figures == pytest.approx(with_own_processor, abs=1e-6)
 
 
 def test_tensors_that_the_model_lacks_are_refused(folder, clean_logits):
@@ -858,8 +861,8 @@ def refusal():
 
 
 def test_a_failure_of_the_hub_is_a_line_with_its_status_and_its_reason(refusal):
-    text = hub_error_text(refusal)
-    assert text.endswith(" failed: (403) No write access. It was sent.")
+    error_text = hub_error_text(refusal)
+    assert error_text.endswith(" failed: (403) No write access. It was sent.")
 
 
 def test_a_failure_of_the_hub_without_a_reason_is_named_as_the_client_does():
@@ -873,8 +876,8 @@ def test_the_reason_of_a_failed_upload_is_its_cause(refusal):
 
 
 def test_a_failed_upload_without_a_cause_is_told():
-    text = hub_error_text(RuntimeError("while uploading"))
-    assert text.endswith(" failed: while uploading. It was sent.")
+    error_text = hub_error_text(RuntimeError("while uploading"))
+    assert error_text.endswith(" failed: while uploading. It was sent.")
 
 
 def test_an_error_of_this_package_is_not_taken_for_the_hub_s():
@@ -955,8 +958,8 @@ def test_of_a_report_figures_of_samples_and_of_other_folders_stay_here(tmp_path)
         figures.append({"file": file_name, "title": "T"})
     store_report(tmp_path, report_text(figures=figures))
     public_figures = read_public_report(tmp_path)["figures"]
-    shown = [figure["file"] for figure in public_figures]
-    assert shown == ["interface.png", "images.png", "baseline_norms.png"]
+    shown_figures = [figure["file"] for figure in public_figures]
+    assert shown_figures == ["interface.png", "images.png", "baseline_norms.png"]
 
 
 def test_of_a_report_questions_and_images_stay_here(tmp_path):
@@ -1056,9 +1059,9 @@ def ask_echo(replace_python, tmp_path, monkeypatch):
     ],
 )
 def test_a_clean_process_is_given_the_request(ask_echo, tmp_path, source, options, expected):
-    given = ask_echo(source, **options)
+    process_facts = ask_echo(source, **options)
     checkpoint, *others = expected
-    assert given["request"] == [checkpoint.format(tmp_path), *others]
+    assert process_facts["request"] == [checkpoint.format(tmp_path), *others]
 
 
 @pytest.mark.parametrize(
@@ -1077,7 +1080,7 @@ def test_a_clean_process_is_given_no_setting_of_the_cache(ask_echo, source, opti
     expected["HF_TOKEN"] = options.get("token")
     if is_offline:
         expected["HF_HUB_OFFLINE"] = "1"
-    assert {name: environment.get(name) for name in REMOVED_VARIABLES} == expected
+    assert {variable: environment.get(variable) for variable in REMOVED_VARIABLES} == expected
 
     implicit_token = environment.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")
     if "token" in options:
@@ -1087,11 +1090,11 @@ def test_a_clean_process_is_given_no_setting_of_the_cache(ask_echo, source, opti
 
 
 def test_a_clean_process_is_in_an_empty_folder_of_its_own_which_is_removed(ask_echo):
-    given = ask_echo("own")
-    assert given["arguments"] == ["-P", clean_process.__file__]
-    assert given["files"] == []
-    assert given["environment"]["HF_HOME"] == f"{given['folder']}/home"
-    assert not Path(given["folder"]).exists()
+    process_facts = ask_echo("own")
+    assert process_facts["arguments"] == ["-P", clean_process.__file__]
+    assert process_facts["files"] == []
+    assert process_facts["environment"]["HF_HOME"] == f"{process_facts['folder']}/home"
+    assert not Path(process_facts["folder"]).exists()
 
 
 def test_a_clean_process_keeps_other_settings(ask_echo):
@@ -1127,11 +1130,11 @@ def asked_logits(monkeypatch, tmp_path):
         request = [checkpoint, revision, base, base_revision]
         printed = StringIO()
         module_cache = str(tmp_path / "modules")
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "normalign_llava", sys.modules["normalign_llava"])
-            patch.setattr(sys, "stdin", StringIO(json.dumps(request)))
-            patch.setattr(sys, "stdout", printed)
-            patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", module_cache)
+        with monkeypatch.context() as module_patch:
+            module_patch.setitem(sys.modules, "normalign_llava", sys.modules["normalign_llava"])
+            module_patch.setattr(sys, "stdin", StringIO(json.dumps(request)))
+            module_patch.setattr(sys, "stdout", printed)
+            module_patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", module_cache)
             clean_process.main()
         return json.loads(printed.getvalue())
 
