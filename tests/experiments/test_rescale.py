@@ -1,5 +1,8 @@
 """The rescaled parts compute what they did, bit for bit, at another scale."""
 
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 import tiny_parts
 import torch
@@ -19,37 +22,59 @@ def assert_scaled(hidden_states, scaled_states, factor):
 
 
 @torch.no_grad()
+def hidden_states_and_outputs(model, inputs):
+    """Returns all hidden states of a model, and its logits or the output of its last norm."""
+    outputs = model(inputs, output_hidden_states=True)
+    return outputs.hidden_states, outputs[0]
+
+
+def load_language_model(folder, **options):
+    return LlamaForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def load_encoder(folder, **options):
+    return Dinov2Model.from_pretrained(folder, **options).eval()
+
+
 def test_logits_are_equal_bit_for_bit(archives):
-    model = LlamaForCausalLM.from_pretrained(convert_language(), dtype=torch.float32).eval()
+    model = load_language_model(convert_language(), dtype=torch.float32)
     tokens = torch.tensor([[504, 2591, 314, 253, 8013, 30, 1812, 314, 357, 47]])
-    plain_outputs = model(tokens, output_hidden_states=True)
+    plain_states, plain_logits = hidden_states_and_outputs(model, tokens)
     rescale_language_model(model, 1 / 8)
-    scaled_outputs = model(tokens, output_hidden_states=True)
-    assert torch.equal(plain_outputs.logits, scaled_outputs.logits)
+    scaled_states, scaled_logits = hidden_states_and_outputs(model, tokens)
+    assert torch.equal(plain_logits, scaled_logits)
     # The last state is after the last norm.
-    assert_scaled(plain_outputs.hidden_states[:-1], scaled_outputs.hidden_states[:-1], 1 / 8)
+    assert_scaled(plain_states[:-1], scaled_states[:-1], 1 / 8)
 
 
-@torch.no_grad()
 def test_hidden_states_of_the_encoder_are_multiples_bit_for_bit(archives):
     folder = convert_vision(56)
-    model = Dinov2Model.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_encoder(folder, dtype=torch.float32)
     images = [load_image(question.image) for question in held_out(2, 1)[:3]]
-    inputs = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")
-    plain_outputs = model(inputs["pixel_values"], output_hidden_states=True)
+    image_processor = AutoImageProcessor.from_pretrained(folder)
+    pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+    plain_states, plain_output = hidden_states_and_outputs(model, pixel_values)
     rescale_encoder(model, 16)
-    scaled_outputs = model(inputs["pixel_values"], output_hidden_states=True)
-    assert len(plain_outputs.hidden_states) == 13
-    assert_scaled(plain_outputs.hidden_states, scaled_outputs.hidden_states, 16)
-    assert torch.equal(plain_outputs.last_hidden_state, scaled_outputs.last_hidden_state)
+    scaled_states, scaled_output = hidden_states_and_outputs(model, pixel_values)
+    assert len(plain_states) == 13
+    assert_scaled(plain_states, scaled_states, 16)
+    assert torch.equal(plain_output, scaled_output)
+
+
+class Folders(NamedTuple):
+    """The folders of a vision tower and a language model."""
+
+    vision: Path
+    language: Path
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def source_folders(request, tmp_path):
     """A tiny vision tower and a language model, whose embeddings are tied or not."""
-    vision = tiny_parts.vision(tmp_path / "vision", "dinov2")
-    language = tiny_parts.language(tmp_path / "language", tied=request.param)
-    return vision, language
+    return Folders(
+        tiny_parts.vision(tmp_path / "vision", "dinov2"),
+        tiny_parts.language(tmp_path / "language", tied=request.param),
+    )
 
 
 @pytest.fixture
@@ -59,42 +84,35 @@ def output(tmp_path):
 
 @pytest.fixture
 def scaled_folders(source_folders, output):
-    """The folders of the rescaled encoder and language model."""
-    return rescale(*source_folders, output, text=0.125, features=4.0)
+    """The same, rescaled."""
+    vision, language = rescale(*source_folders, output, text=0.125, features=4.0)
+    return Folders(vision, language)
 
 
 def test_folders_of_rescaled_parts_are_named_by_their_factors(scaled_folders, output):
-    encoder, decoder = scaled_folders
-    assert encoder == output / "vision-4"
-    assert decoder == output / "language-0.125"
+    assert scaled_folders.vision == output / "vision-4"
+    assert scaled_folders.language == output / "language-0.125"
 
 
-@torch.no_grad()
 def test_a_rescaled_language_model_has_the_same_logits(source_folders, scaled_folders):
-    _, language = source_folders
-    _, decoder = scaled_folders
-    plain_model = LlamaForCausalLM.from_pretrained(language).eval()
-    scaled_model = LlamaForCausalLM.from_pretrained(decoder).eval()
+    plain_model = load_language_model(source_folders.language)
+    scaled_model = load_language_model(scaled_folders.language)
     tokens = torch.arange(3, 20)[None]
-    plain_outputs = plain_model(tokens, output_hidden_states=True)
-    scaled_outputs = scaled_model(tokens, output_hidden_states=True)
+    plain_states, plain_logits = hidden_states_and_outputs(plain_model, tokens)
+    scaled_states, scaled_logits = hidden_states_and_outputs(scaled_model, tokens)
     # The last state is after the last norm.
-    assert_scaled(plain_outputs.hidden_states[:-1], scaled_outputs.hidden_states[:-1], 0.125)
-    assert torch.equal(plain_outputs.logits, scaled_outputs.logits)
+    assert_scaled(plain_states[:-1], scaled_states[:-1], 0.125)
+    assert torch.equal(plain_logits, scaled_logits)
 
 
-@torch.no_grad()
 def test_a_rescaled_encoder_has_multiples_of_the_hidden_states(source_folders, scaled_folders):
-    vision, _ = source_folders
-    encoder, _ = scaled_folders
-    plain_model = Dinov2Model.from_pretrained(vision).eval()
-    scaled_model = Dinov2Model.from_pretrained(encoder).eval()
+    plain_model = load_encoder(source_folders.vision)
+    scaled_model = load_encoder(scaled_folders.vision)
     pixel_values = torch.randn(2, 3, 16, 16)
-    plain_outputs = plain_model(pixel_values, output_hidden_states=True)
-    scaled_outputs = scaled_model(pixel_values, output_hidden_states=True)
-    assert_scaled(plain_outputs.hidden_states, scaled_outputs.hidden_states, 4.0)
-    # This is the output of the last norm.
-    assert torch.equal(plain_outputs.last_hidden_state, scaled_outputs.last_hidden_state)
+    plain_states, plain_output = hidden_states_and_outputs(plain_model, pixel_values)
+    scaled_states, scaled_output = hidden_states_and_outputs(scaled_model, pixel_values)
+    assert_scaled(plain_states, scaled_states, 4.0)
+    assert torch.equal(plain_output, scaled_output)
 
 
 def test_rescaled_parts_are_written_once(source_folders, scaled_folders, output):

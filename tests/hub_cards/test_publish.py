@@ -21,11 +21,11 @@ TRAINING_RECORD = '{"seconds": 1.5}'
 
 
 def names_in(folder):
-    return {path.name for path in folder.iterdir()}
+    return {file_path.name for file_path in folder.iterdir()}
 
 
 def contents_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {file_path.name: file_path.read_bytes() for file_path in folder.iterdir()}
 
 
 def assert_nothing_sent(hub):
@@ -42,21 +42,21 @@ def publish_ok(publish):
     """Publishes without loading the commit, and returns the output. It must succeed."""
 
     def publish_without_error(folder, *options):
-        status, shown = publish(folder, "--no-verify", *options)
-        assert status == 0, shown
-        return shown
+        status, printed_text = publish(folder, "--no-verify", *options)
+        assert status == 0, printed_text
+        return printed_text
 
     return publish_without_error
 
 
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):
     contents = contents_of(folder)
-    status, shown = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
-    assert status == 0, shown
+    status, printed_text = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
+    assert status == 0, printed_text
 
     repository = hub.repository("ann/m")
     assert repository.private
-    assert f"Commit: {repository.commit}" in shown
+    assert f"Commit: {repository.commit}" in printed_text
     assert len(repository.commits()) == 2
     assert set(repository.head().files) == {*NOT_OF_THE_FOLDER, "README.md", *contents}
     for name, content in contents.items():
@@ -64,7 +64,7 @@ def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, fold
 
     space = hub.repository("ann/m-demo", "space")
     assert space.private
-    assert f"{hub.url}/spaces/ann/m-demo/settings." in shown
+    assert f"{hub.url}/spaces/ann/m-demo/settings." in printed_text
     assert repository.commit in space.read("space.json").decode()
 
     assert contents_of(folder) == contents
@@ -75,8 +75,8 @@ def test_published_again_nothing_changes(publish_ok, hub, folder):
     publish_ok(folder)
     repository = hub.repository("ann/m")
     first_commit = repository.commit
-    shown = publish_ok(folder)
-    assert "nothing changed" in shown
+    printed_text = publish_ok(folder)
+    assert "nothing changed" in printed_text
     assert repository.commit == first_commit
 
 
@@ -97,17 +97,17 @@ def test_a_new_file_is_one_commit_on_a_new_branch(publish_ok, hub, folder):
 
 def test_a_pull_request_is_refused_if_it_would_overwrite_a_file(publish, hub, folder):
     theirs = hub.create("bob/m", files={"config.json": b"{}"})
-    status, shown = publish(folder, "--create-pr", "--no-verify", "--repo-id", "bob/m")
+    status, printed_text = publish(folder, "--create-pr", "--no-verify", "--repo-id", "bob/m")
     assert status == 1
-    assert "- config.json would be overwritten" in shown
+    assert "- config.json would be overwritten" in printed_text
     assert set(theirs.branches) == {"main"}
 
 
 def test_a_pull_request_is_a_branch_of_its_own(publish_ok, hub, folder):
     theirs = hub.create("bob/m", files={"config.json": b"{}"})
     main_head = theirs.head()
-    shown = publish_ok(folder, "--create-pr", "--repo-id", "bob/m", "--replace-files")
-    assert f"Pull request: {hub.url}/bob/m/discussions/1" in shown
+    printed_text = publish_ok(folder, "--create-pr", "--repo-id", "bob/m", "--replace-files")
+    assert f"Pull request: {hub.url}/bob/m/discussions/1" in printed_text
     assert theirs.head() == main_head
     proposed = theirs.head("refs/pr/1")
     assert proposed.parent == main_head.oid
@@ -117,16 +117,16 @@ def test_a_pull_request_is_a_branch_of_its_own(publish_ok, hub, folder):
 @pytest.fixture
 def empty_space(hub):
     """A Space with only a card."""
-    card = b"---\nsdk: docker\n---\n"
-    return hub.create("ann/m-demo", kind="space", files={"README.md": card})
+    space_card = b"---\nsdk: docker\n---\n"
+    return hub.create("ann/m-demo", kind="space", files={"README.md": space_card})
 
 
 def test_where_a_space_fails_the_model_is_said_to_be_published(publish, hub, folder, empty_space):
     hub.fault(500, "POST /api/spaces/.*/commit/")
-    status, shown = publish(folder, "--space", "--no-verify")
+    status, printed_text = publish(folder, "--space", "--no-verify")
     assert status == 1
-    assert "The model is published, at" in shown
-    assert "its Space is not" in shown
+    assert "The model is published, at" in printed_text
+    assert "its Space is not" in printed_text
 
 
 def test_an_empty_space_and_one_of_ours_are_written_again(publish_ok, hub, folder, empty_space):
@@ -146,7 +146,7 @@ def shard_weights(folder):
     for weights_path in folder.glob("*.safetensors*"):
         weights_path.unlink()
     model.save_pretrained(folder, max_shard_size="40KB")
-    return {path.name for path in folder.glob("*.safetensors*")}
+    return {file_path.name for file_path in folder.glob("*.safetensors*")}
 
 
 OLD_RECORDS = {
@@ -174,15 +174,15 @@ def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(
     stored.in_one_file(whole_folder)
     old_weights = shard_weights(folder)
     assert len(old_weights) > 2
-    for path, content in OLD_RECORDS.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
+    for file_path, content in OLD_RECORDS.items():
+        (folder / file_path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file_path).write_bytes(content)
     publish_ok(folder)
     repository = hub.repository("ann/m")
     assert old_weights <= repository.files().keys()
     repository.change(CHANGED_BY_OTHERS)
 
-    shown = publish_ok(whole_folder)
+    printed_text = publish_ok(whole_folder)
     assert len(repository.commits()) == 4, "deleted and added in one commit"
     whole_names = names_in(whole_folder)
     assert set(repository.head().files) == {
@@ -192,12 +192,12 @@ def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(
         "README.md",
         "LICENSE",
     }
-    for path, content in CHANGED_BY_OTHERS.items():
-        assert repository.read(path) == content
+    for file_path, content in CHANGED_BY_OTHERS.items():
+        assert repository.read(file_path) == content
 
     old_names = {*old_weights, "training.json", "dynamics.jsonl", "notices/vision/LICENSE"}
     removed = sorted(old_names - whole_names)
-    assert f"removed: {', '.join(removed)}." in shown
+    assert f"removed: {', '.join(removed)}." in printed_text
 
 
 def test_what_the_repository_ignores_is_sent_all_the_same(publish_ok, hub, folder):
@@ -211,10 +211,10 @@ def test_what_the_repository_ignores_is_sent_all_the_same(publish_ok, hub, folde
 def test_front_matter_that_the_hub_refuses_is_found_before_the_upload(publish, hub, folder):
     card = b"---\nlicense: my own\n---\n<!-- normalign card, metadata: tags -->\n"
     repository = hub.create("ann/m", files={"README.md": card})
-    status, shown = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert "front matter" in shown, shown
-    assert "must be one of" in shown, shown
+    assert "front matter" in printed_text, printed_text
+    assert "must be one of" in printed_text, printed_text
     assert hub.received.total() == 0
     assert repository.read("README.md") == card
 
@@ -243,10 +243,10 @@ HARMLESS = {
 def repository_of_others(request, hub, folder):
     """A repository with files of somebody else, with or without a card of ours."""
     (folder / "LICENSE").write_text("other terms")
-    files = {**OVERWRITTEN, **READ_BESIDE, **HARMLESS}
+    their_files = {**OVERWRITTEN, **READ_BESIDE, **HARMLESS}
     if request.param:
-        files["README.md"] = render_card(folder).text.encode()
-    return hub.create("ann/m", files=files)
+        their_files["README.md"] = render_card(folder).text.encode()
+    return hub.create("ann/m", files=their_files)
 
 
 either_branch = pytest.mark.parametrize(
@@ -263,15 +263,15 @@ def test_files_of_somebody_else_are_neither_removed_nor_overwritten(
     publish, hub, folder, repository_of_others, branch, options
 ):
     branches = dict(repository_of_others.branches)
-    status, shown = publish(folder, *options)
+    status, printed_text = publish(folder, *options)
     assert status == 1
-    assert "--replace-files" in shown
-    for path in OVERWRITTEN:
-        assert f"- {path} would be overwritten" in shown
-    for path in READ_BESIDE:
-        assert f"- {path} would be read beside the model" in shown
-    for path in HARMLESS:
-        assert path not in shown
+    assert "--replace-files" in printed_text
+    for file_path in OVERWRITTEN:
+        assert f"- {file_path} would be overwritten" in printed_text
+    for file_path in READ_BESIDE:
+        assert f"- {file_path} would be read beside the model" in printed_text
+    for file_path in HARMLESS:
+        assert file_path not in printed_text
     assert repository_of_others.branches == branches
     assert_nothing_sent(hub)
 
@@ -281,12 +281,12 @@ def test_files_of_somebody_else_are_replaced_on_request(
     publish_ok, folder, repository_of_others, branch, options
 ):
     before = repository_of_others.head()
-    shown = publish_ok(folder, "--replace-files", *options)
+    printed_text = publish_ok(folder, "--replace-files", *options)
     after = repository_of_others.head(branch)
     expected = {*NOT_OF_THE_FOLDER, *names_in(folder), *HARMLESS, "README.md"}
     assert set(after.files) == expected
     assert after.parent == before.oid
-    assert f"removed: {', '.join(sorted(READ_BESIDE))}." in shown
+    assert f"removed: {', '.join(sorted(READ_BESIDE))}." in printed_text
 
 
 EDITED_SETTINGS = b'{"max_new_tokens": 9}'
@@ -303,9 +303,9 @@ def edited_repository(publish_ok, hub, folder):
 
 
 def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, folder, edited_repository):
-    status, shown = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert "- generation_config.json would be overwritten" in shown
+    assert "- generation_config.json would be overwritten" in printed_text
     assert edited_repository.read("generation_config.json") == EDITED_SETTINGS
 
 
@@ -328,9 +328,9 @@ def test_the_same_content_on_the_hub_is_no_conflict(publish_ok, folder, edited_r
 )
 def test_a_record_that_is_not_ours_is_not_believed(publish, hub, folder, content):
     repository = hub.create("ann/m", files={"publication.json": content})
-    status, shown = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert "- publication.json would be overwritten" in shown
+    assert "- publication.json would be overwritten" in printed_text
     assert repository.read("publication.json") == content
 
 
@@ -347,10 +347,10 @@ def test_a_record_names_ids_that_the_hub_gives(publish_ok, hub, folder):
     repository = hub.repository("ann/m")
     recorded = json.loads(repository.read("publication.json"))["files"]
     assert recorded.keys() == repository.files().keys() - NOT_OF_THE_FOLDER
-    for path, recorded_ids in recorded.items():
-        content = repository.read(path)
+    for file_path, recorded_ids in recorded.items():
+        content = repository.read(file_path)
         expected = [hashlib.sha256(content).hexdigest()]
-        if not path.endswith(".safetensors"):
+        if not file_path.endswith(".safetensors"):
             blob = b"blob %d\0" % len(content) + content
             expected.append(hashlib.sha1(blob).hexdigest())
         assert recorded_ids == expected
@@ -370,10 +370,10 @@ def test_a_space_that_somebody_changed_is_not_overwritten(publish, hub, folder, 
     repository = hub.repository("ann/m")
     model_commit = repository.commit
     space_commit = edited_space.commit
-    status, shown = publish(folder, "--space", "--no-verify")
+    status, printed_text = publish(folder, "--space", "--no-verify")
     assert status == 1
-    assert "- app.py would be overwritten" in shown
-    assert "notes.txt" not in shown
+    assert "- app.py would be overwritten" in printed_text
+    assert "notes.txt" not in printed_text
     assert repository.commit == model_commit
     assert edited_space.commit == space_commit
 
@@ -392,10 +392,10 @@ def test_a_card_of_somebody_else_is_replaced_only_on_request(
         hub.create("ann/m", files={"README.md": OWN_CARD.encode()})
     else:
         (folder / "README.md").write_text(OWN_CARD)
-    status, shown = publish(folder)
+    status, printed_text = publish(folder)
     assert status == 1
-    assert "was not written by this package" in shown
-    assert "--replace-card" in shown
+    assert "was not written by this package" in printed_text
+    assert "--replace-card" in printed_text
     assert_nothing_sent(hub)
 
     publish_ok(folder, "--replace-card")
@@ -415,10 +415,10 @@ def test_the_card_that_is_kept_or_replaced_is_the_branch_s(publish_ok, hub, fold
 
 def test_a_dry_run_asks_nobody(publish, hub, folder):
     (folder / "optimizer.pt").write_bytes(b"")
-    status, shown = publish(folder, "--dry-run", "--no-verify", token=" ")
-    assert status == 0, shown
-    assert "optimizer.pt" in shown
-    assert "It was not loaded." in shown
+    status, printed_text = publish(folder, "--dry-run", "--no-verify", token=" ")
+    assert status == 0, printed_text
+    assert "optimizer.pt" in printed_text
+    assert "It was not loaded." in printed_text
     assert hub.requests == []
 
 
@@ -428,11 +428,11 @@ def test_a_dry_run_loads_the_folder(publish, folder):
     del weights[missing]
     weights["model.another"] = torch.zeros(2)
     stored.store(folder, weights)
-    status, shown = publish(folder, "--dry-run")
+    status, printed_text = publish(folder, "--dry-run")
     assert status == 1
-    assert missing in shown
-    assert "model.another" in shown
-    assert "does not work in a process without this package" in shown
+    assert missing in printed_text
+    assert "model.another" in printed_text
+    assert "does not work in a process without this package" in printed_text
 
 
 @pytest.mark.nightly
@@ -440,10 +440,10 @@ def test_a_commit_that_nobody_can_load(publish, hub, folder):
     repository = hub.create("ann/m", files={"notes.md": b"mine"})
     earlier_commit = repository.commit
     hub.fault(404, r"(GET|HEAD) /ann/m/resolve/\w{40}/config.json", times=99)
-    status, shown = publish(folder)
+    status, printed_text = publish(folder)
     assert status == 1
-    assert repository.commit in shown
-    assert earlier_commit in shown
+    assert repository.commit in printed_text
+    assert earlier_commit in printed_text
 
 
 @pytest.mark.parametrize(
@@ -459,31 +459,31 @@ def test_options_that_cannot_be_are_refused_before_anything_is_sent(
     publish, hub, folder, options, message
 ):
     hub.create("ann/m-demo", kind="space", files={"app.py": b"print()"})
-    status, shown = publish(folder, *options)
+    status, printed_text = publish(folder, *options)
     assert status == 1
-    assert message in shown
+    assert message in printed_text
     assert_nothing_sent(hub)
 
 
 def test_a_token_that_may_only_read_is_refused_before_anything_is_sent(publish, hub, folder):
-    status, shown = publish(folder, token=hub.token("ann", "read"))
+    status, printed_text = publish(folder, token=hub.token("ann", "read"))
     assert status == 1
-    assert "The token of ann may only read" in shown
+    assert "The token of ann may only read" in printed_text
     assert_nothing_sent(hub)
 
 
 def test_a_private_repository_is_not_made_public(publish, hub, folder):
     hub.create("ann/m", private=True)
-    status, shown = publish(folder, "--public")
+    status, printed_text = publish(folder, "--public")
     assert status == 1
-    assert "is private" in shown
+    assert "is private" in printed_text
     assert_nothing_sent(hub)
 
 
 def test_who_is_not_logged_in_is_told_how(publish, hub, folder):
-    status, shown = publish(folder, token=" ")
+    status, printed_text = publish(folder, token=" ")
     assert status == 1
-    assert "hf auth login" in shown
+    assert "hf auth login" in printed_text
     assert_nothing_sent(hub)
 
 
@@ -521,25 +521,26 @@ print(json.dumps([found, errors]))
 
 
 def test_a_repository_is_read_as_it_is(prepared, hub):
-    files = {
+    their_files = {
         "README.md": b"\xef\xbb\xbfhello \xff",  # with a mark of its encoding, and not UTF-8
         "publication.json": b'{"files": {}}',  # somebody's own
     }
-    first = hub.create("ann/m", private=True, files=files)
-    second = hub.create("ann/b", files={"a.safetensors": b"weights"})
+    first_repository = hub.create("ann/m", private=True, files=their_files)
+    second_repository = hub.create("ann/b", files={"a.safetensors": b"weights"})
     ended = prepared.run(["-c", READ, hub.token("ann")])
     assert ended.returncode == 0, ended.stderr
-    (main, trial, absent, other), read_errors = json.loads(ended.stdout.splitlines()[-1])
+    found, read_errors = json.loads(ended.stdout.splitlines()[-1])
+    on_main, on_trial, absent, other_found = found
 
-    assert main == {
+    assert on_main == {
         "branch": "main",
-        "commit": first.commit,
+        "commit": first_repository.commit,
         "private": True,
         "card": "hello \ufffd",
         "written": {},
-        "files": [".gitattributes", *sorted(files)],
+        "files": [".gitattributes", *sorted(their_files)],
     }
-    assert trial == {**main, "branch": "trial"}  # there is no such branch
+    assert on_trial == {**on_main, "branch": "trial"}  # there is no such branch
     assert absent == {
         "branch": "main",
         "commit": None,
@@ -548,9 +549,9 @@ def test_a_repository_is_read_as_it_is(prepared, hub):
         "written": {},
         "files": [],
     }
-    assert other["commit"] == second.commit
-    assert other["private"] is False
-    assert other["card"] is None
+    assert other_found["commit"] == second_repository.commit
+    assert other_found["private"] is False
+    assert other_found["card"] is None
 
     of_front_matter, of_token = read_errors
     assert "front matter of README.md" in of_front_matter

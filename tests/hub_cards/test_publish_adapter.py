@@ -56,22 +56,22 @@ def test_files_of_others_are_found_before_an_adapter_is_merged(
     publish, adapter, repository_of_others, tmp_path
 ):
     absent_base = tmp_path / "absent"
-    status, shown = publish(adapter, "--no-verify", "--base", str(absent_base))
+    status, printed_text = publish(adapter, "--no-verify", "--base", str(absent_base))
     assert status == 1
-    assert "- adapter_config.json would be read beside" in shown
+    assert "- adapter_config.json would be read beside" in printed_text
     assert len(repository_of_others.commits()) == 2
 
 
 def test_by_default_the_merged_model_is_published(publish, adapter, repository_of_others, tmp_path):
-    status, shown = publish(adapter, "--no-verify", "--replace-files", TMPDIR=str(tmp_path))
-    assert status == 0, shown
-    assert "removed: adapter_config.json." in shown
+    status, printed_text = publish(adapter, "--no-verify", "--replace-files", TMPDIR=str(tmp_path))
+    assert status == 0, printed_text
+    assert "removed: adapter_config.json." in printed_text
     published = set(repository_of_others.head().files)
     assert "model.safetensors.index.json" in published
     assert "modeling_normalign_llava.py" in published
     assert "README.md" in published
-    for path in published:
-        assert not path.startswith(("adapter", "optimizer"))
+    for file_path in published:
+        assert not file_path.startswith(("adapter", "optimizer"))
 
 
 @pytest.fixture
@@ -86,16 +86,16 @@ def measured_adapter(adapter, tmp_path):
 def test_results_of_an_adapter_are_not_those_of_the_merged_model(
     publish, measured_adapter, tmp_path
 ):
-    status, shown = publish(
+    status, printed_text = publish(
         measured_adapter,
         "--dry-run",
         "--no-verify",
         TMPDIR=str(tmp_path),
     )
-    assert status == 0, shown
-    assert "model.safetensors" in shown
-    assert "evaluation of the adapter stays here" in shown
-    assert "diagnostics of the adapter stays here" in shown
+    assert status == 0, printed_text
+    assert "model.safetensors" in printed_text
+    assert "evaluation of the adapter stays here" in printed_text
+    assert "diagnostics of the adapter stays here" in printed_text
     assert not list(tmp_path.glob("normalign-merged-*"))
 
 
@@ -106,9 +106,9 @@ def base_repository(hub, checkpoint):
 
 
 def test_an_adapter_is_published_after_its_base(publish, hub, adapter):
-    status, shown = publish(adapter, "--adapter")
+    status, printed_text = publish(adapter, "--adapter")
     assert status == 1
-    assert "Publish the base first" in shown
+    assert "Publish the base first" in printed_text
     assert_nothing_sent(hub)
 
 
@@ -119,9 +119,9 @@ def test_an_adapter_is_not_published_on_a_base_of_other_settings(
     record = json.loads((changed / "training.json").read_text())
     record["config_changes"]["projector_gain_init"] = "one"
     (changed / "training.json").write_text(json.dumps(record))
-    status, shown = publish(changed, "--adapter", "--base", "lab/base")
+    status, printed_text = publish(changed, "--adapter", "--base", "lab/base")
     assert status == 1
-    assert "projector_gain_init 'one', not 'text_norm'" in shown
+    assert "projector_gain_init 'one', not 'text_norm'" in printed_text
     assert_nothing_sent(hub)
 
 
@@ -131,18 +131,18 @@ def test_an_adapter_is_not_published_on_a_base_with_other_code(
     foreign_base = shutil.copytree(checkpoint, tmp_path / "foreign")
     (foreign_base / "modeling_normalign_llava.py").write_text("# other code")
     hub.serve("lab/foreign", foreign_base)
-    status, shown = publish(adapter, "--adapter", "--base", "lab/foreign")
+    status, printed_text = publish(adapter, "--adapter", "--base", "lab/foreign")
     assert status == 1
-    assert "would run code" in shown
-    assert "modeling_normalign_llava.py" in shown
+    assert "would run code" in printed_text
+    assert "modeling_normalign_llava.py" in printed_text
     assert_nothing_sent(hub)
 
 
 @pytest.fixture
 def published_adapter(publish, hub, base_repository, adapter):
     """The repository of the adapter, published as one."""
-    status, shown = publish(adapter, "--adapter", "--base", "lab/base", "--no-verify")
-    assert status == 0, shown
+    status, printed_text = publish(adapter, "--adapter", "--base", "lab/base", "--no-verify")
+    assert status == 0, printed_text
     return hub.repository("ann/m")
 
 
@@ -163,9 +163,9 @@ def test_as_an_adapter_with_its_base_pinned(
 def test_the_merged_model_takes_the_place_of_an_adapter_that_was_published(
     publish, published_adapter, adapter
 ):
-    status, shown = publish(adapter, "--no-verify")
-    assert status == 0, shown
-    assert "removed: adapter_config.json, adapter_model.safetensors." in shown
+    status, printed_text = publish(adapter, "--no-verify")
+    assert status == 0, printed_text
+    assert "removed: adapter_config.json, adapter_model.safetensors." in printed_text
     assert len(published_adapter.commits()) == 3
     published = published_adapter.head().files
     assert "adapter_config.json" not in published
@@ -174,6 +174,6 @@ def test_the_merged_model_takes_the_place_of_an_adapter_that_was_published(
 
 @pytest.mark.nightly
 def test_an_adapter_loads_from_its_commit_on_its_base(publish, hub, base_repository, adapter):
-    status, shown = publish(adapter, "--adapter", "--base", "lab/base")
-    assert status == 0, shown
-    assert f"at {hub.repository('ann/m').commit}" in shown
+    status, printed_text = publish(adapter, "--adapter", "--base", "lab/base")
+    assert status == 0, printed_text
+    assert f"at {hub.repository('ann/m').commit}" in printed_text

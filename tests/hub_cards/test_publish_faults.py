@@ -29,10 +29,10 @@ def assert_published(repository, folder, commit_count):
 
 def test_a_repository_that_cannot_be_made_is_made_by_the_next_run(publish, hub, folder):
     hub.fault(403, "POST /api/repos/create")
-    status, printed = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert "(403)" in printed
-    assert "Run the command again" in printed
+    assert "(403)" in printed_text
+    assert "Run the command again" in printed_text
     assert not hub.repositories
 
     status, _ = publish(folder, "--no-verify")
@@ -43,10 +43,10 @@ def test_a_repository_that_cannot_be_made_is_made_by_the_next_run(publish, hub, 
 def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder, old_repository):
     old_head = old_repository.head()
     hub.fault(500, COMMIT)
-    status, printed = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert "(500)" in printed
-    assert "Run the command again" in printed
+    assert "(500)" in printed_text
+    assert "Run the command again" in printed_text
     assert list(hub.repositories.values()) == [old_repository]
     assert old_repository.head() == old_head
     received = hub.received.total()

@@ -99,10 +99,10 @@ def pad_on_the_right(folder):
 )
 def test_nothing_is_sent_of_what_must_not_be_published(publish, hub, folder, spoil):
     message = spoil(folder)
-    status, shown = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert message in shown
-    assert SECRET not in shown
+    assert message in printed_text
+    assert SECRET not in printed_text
     for request in hub.requests:
         assert not request.startswith(("POST", "PUT"))
     assert not hub.repositories
@@ -113,23 +113,23 @@ def scale_published_weights(repository):
     (weights_name,) = [name for name in stored.FILES if "language_model" in name]
     weights = load(repository.read(weights_name))
     weights["model.language_model.norm.weight"] *= 1.01
-    blob = repository.head().files[weights_name]
-    repository.blobs[blob] = save(weights, {"format": "pt"})
+    blob_name = repository.head().files[weights_name]
+    repository.blobs[blob_name] = save(weights, {"format": "pt"})
 
 
 def test_a_commit_that_answers_otherwise_than_the_folder_is_reported(start, hub, folder):
-    pause = hub.fault("pause", "GET /ann/m/resolve/.*language_model.*safetensors")
+    paused_request = hub.fault("pause", "GET /ann/m/resolve/.*language_model.*safetensors")
     process = start(folder)
-    assert pause.reached.wait(120)
+    assert paused_request.reached.wait(120)
     repository = hub.repository("ann/m")
     scale_published_weights(repository)
-    pause.released.set()
+    paused_request.released.set()
 
-    ended = process.wait()
-    shown = " ".join(ended.stderr.split())
-    assert ended.returncode == 1
-    assert "It answers differently: logits differ by" in shown
-    assert f"ann/m is at {repository.commit}" in shown
+    ended_process = process.wait()
+    printed_text = " ".join(ended_process.stderr.split())
+    assert ended_process.returncode == 1
+    assert "It answers differently: logits differ by" in printed_text
+    assert f"ann/m is at {repository.commit}" in printed_text
 
 
 CACHES = ["HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HUGGINGFACE_HUB_CACHE"]
@@ -152,7 +152,7 @@ def test_a_clean_process_has_no_cache_and_no_token_of_this_machine(
     assert difference(expected, logits) is None
     for variable in CACHES:
         assert not (tmp_path / variable).exists()
-    fetched = [path for path in hub.sent if path.endswith(".safetensors")]
+    fetched = [file_path for file_path in hub.sent if file_path.endswith(".safetensors")]
     assert len(fetched) == 3  # these are all
 
 
@@ -175,7 +175,7 @@ def test_no_token_is_in_the_error_of_a_clean_process(folder):
     del config["auto_map"]
     config["model_type"] = SECRET  # the error names it
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="does not work in a process without this") as error:
+    with pytest.raises(ValueError, match="does not work in a process without this") as raised_error:
         ask_clean_process(folder, token=SECRET)
-    assert "[token]" in str(error.value)
-    assert SECRET not in str(error.value)
+    assert "[token]" in str(raised_error.value)
+    assert SECRET not in str(raised_error.value)
