@@ -127,7 +127,7 @@ def test_prompts_tell_a_fixed_date_whatever_the_day(family):
     assert render(multimodal(TEMPLATES[family]), messages) == expected
 
 
-LETTERS = "a A w u d -d e j -j b h B m -m y Y C g G U W V H -H I -I p M -M -S S f z Z c x X D F T R"
+LETTERS = "a A w u d -d e j -j b h B m -m y Y C g G U W V H -H I -I p M -M S -S f z Z c x X D F T R"
 DIRECTIVES = [f"%{letter}" for letter in LETTERS.split()]
 
 
