@@ -423,7 +423,7 @@ def test_the_pooling_head_of_siglip_is_not_loaded(tmp_path):
 
 
 def test_a_head_that_the_file_has_apart_stays_apart(tmp_path, vision, output_path):
-    """Whatever the configuration says; its embeddings grow, which ties what it calls tied."""
+    """Whatever the configuration says. Its embeddings grow, and that ties what it calls tied."""
     language = tiny_parts.language(tmp_path / "apart", tied=False)
     head = weights(language)["lm_head.weight"]
     update_json(f"{language}/config.json", {"tie_word_embeddings": True})
@@ -552,7 +552,7 @@ def test_places_of_notices_are_not_believed(tmp_path):
 
 
 def assert_n_text_of(language, report, model) -> float:
-    """Checks N_text, which is measured without image token and padding, and returns it."""
+    """Checks N_text, measured without image token and padding, and returns it."""
     source = AutoModelForCausalLM.from_pretrained(language)
     expected = tiny.reference_n_text(source.get_input_embeddings().weight, excluded=())
     assert report.n_text == pytest.approx(expected, rel=1e-9)
@@ -1085,7 +1085,7 @@ def unsettled(checkpoint_path):
     return checkpoint_path
 
 
-def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path, vision, output_path):
+def test_a_batch_is_answered_as_its_questions_are_one_by_one(tmp_path, vision, output_path):
     language = tiny_parts.language(tmp_path / "language", tied=False)
     build_checkpoint(vision, language, output_path)
     model = tiny.heeding(load_model(output_path))
@@ -1159,18 +1159,24 @@ def unsettled_model(tmp_path_factory):
     return resolve_model(str(unsettled(checkpoint_path)))
 
 
+def assert_one_first_token(inputs) -> None:
+    first_ids = inputs["input_ids"][0, :2].tolist()
+    assert first_ids == [BOS, 1]
+
+
 def test_an_unsettled_checkpoint_is_asked_with_one_first_token(unsettled_model):
-    sample = Sample("a", "what", {"bytes": image_bytes(), "path": None})
+    image = {"bytes": image_bytes(), "path": None}
+    sample = Sample("a", "what", image)
     (inputs,) = batches(unsettled_model.processor, [sample], 1)
-    assert inputs["input_ids"][0].tolist()[:2] == [BOS, 1]
+    assert_one_first_token(inputs)
 
 
 def test_an_unsettled_checkpoint_is_evaluated_with_one_first_token(unsettled_model):
     language_model = as_lm(unsettled_model, batch_size=1)
     text = prompt(unsettled_model.processor, "a")
     with_image = language_model.tok_batch_multimodal_encode([text], [IMAGES[:1]])
-    assert with_image["input_ids"][0].tolist()[:2] == [BOS, 1]
+    assert_one_first_token(with_image)
 
     text_only = text.replace("<image>", "")
     without_image = language_model.tok_batch_multimodal_encode([text_only], [[]])
-    assert without_image["input_ids"][0].tolist()[:2] == [BOS, 1]
+    assert_one_first_token(without_image)

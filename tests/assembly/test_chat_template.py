@@ -192,7 +192,7 @@ def test_an_older_checkpoint_is_trained_with_the_fixed_date(older_checkpoint):
     assert_prints_the_fixed_date(collator.processor)
 
 
-def test_a_template_whose_generation_prompt_alone_would_change_is_refused():
+def test_a_template_is_refused_if_only_its_generation_prompt_would_change():
     # The preamble defines `multimodal`.
     changing_prompt = "{{ 'one' if multimodal is defined else 'other' }}"
     template = SMOLLM2.replace("{{ '<|im_start|>assistant\n' }}", changing_prompt)
@@ -715,7 +715,7 @@ MARKS_TOOLS = "{% if tools %}{% generation %}{{ 'tools' }}{% endgeneration %}{% 
         pytest.param(
             {"in messages": "in messages[-1:]"},
             False,
-            id="the last turn alone is printed",
+            id="only the last turn is printed",
         ),
         pytest.param(
             {"{% for message": MARKS_TOOLS + "{% for message"},
@@ -729,7 +729,7 @@ MARKS_TOOLS = "{% if tools %}{% generation %}{{ 'tools' }}{% endgeneration %}{% 
                 "['content']": "['content'].strip()",
             },
             False,
-            id="first answers alone are marked, and trimmed",
+            id="only first answers are marked, and trimmed",
         ),
     ],
 )
@@ -843,7 +843,7 @@ def test_vicuna_has_no_tools():
         ("1", 0),
     ],
 )
-def test_of_several_processes_the_first_tells_what_the_template_now_prints(
+def test_of_several_processes_the_first_says_what_the_template_now_prints(
     tmp_path, monkeypatch, caplog, rank, warning_count
 ):
     if rank is not None:

@@ -1,4 +1,4 @@
-"""`normalign gain`: N_text from the embedding tensor alone, against numpy, wherever it lies."""
+"""`normalign gain`: N_text from only the embedding tensor, against numpy, wherever it lies."""
 
 import json
 from dataclasses import asdict
@@ -37,25 +37,37 @@ def write_model(folder, tensors: dict) -> str:
     return str(folder)
 
 
-def assert_measures(statistics, weight, *, scale=1.0, excluded_rows=()):
-    """Compares the norms of the rows that count with numpy's, in float64."""
-    all_norms = np.sqrt((weight.double().numpy() ** 2).sum(1))
+def norms_by_numpy(weight, excluded_rows):
+    """The rows that count and their norms, in float64."""
+    squares = weight.double().numpy() ** 2
+    all_norms = np.sqrt(squares.sum(axis=1))
     is_counted = all_norms > 0
     is_counted[list(excluded_rows)] = False
     counted_rows = np.flatnonzero(is_counted)
-    norms = all_norms[counted_rows]
-    assert statistics.mean == pytest.approx(norms.mean(), rel=1e-12)
-    assert statistics.n_text == pytest.approx(norms.mean() * scale, rel=1e-12)
+    return counted_rows, all_norms[counted_rows]
+
+
+def assert_measures(statistics, weight, *, scale=1.0, excluded_rows=()):
+    """Compares the norms of the rows that count with numpy's."""
+    counted_rows, norms = norms_by_numpy(weight, excluded_rows)
+    expected_mean = norms.mean()
+    assert statistics.mean == pytest.approx(expected_mean, rel=1e-12)
+    assert statistics.n_text == pytest.approx(expected_mean * scale, rel=1e-12)
     assert statistics.std == pytest.approx(norms.std(), rel=1e-12)
     assert statistics.scale == pytest.approx(scale)
 
-    assert statistics.hidden_size == weight.shape[1]
-    assert statistics.rows == len(norms)
-    assert statistics.excluded_rows == len(excluded_rows)
-    assert statistics.zero_rows == weight.shape[0] - len(norms) - len(excluded_rows)
+    row_count, width = weight.shape
+    counted = len(counted_rows)
+    excluded = len(excluded_rows)
+    assert statistics.hidden_size == width
+    assert statistics.rows == counted
+    assert statistics.excluded_rows == excluded
+    assert statistics.zero_rows == row_count - counted - excluded
 
-    largest = np.argsort(-norms)[: len(statistics.top)]
-    assert [token.id for token in statistics.top] == counted_rows[largest].tolist()
+    largest_first = np.argsort(-norms)
+    largest = largest_first[: len(statistics.top)]
+    top_ids = [token.id for token in statistics.top]
+    assert top_ids == counted_rows[largest].tolist()
     top_norms = [token.norm for token in statistics.top]
     np.testing.assert_allclose(top_norms, norms[largest], rtol=1e-12)
 
@@ -98,7 +110,8 @@ def test_language_models_as_transformers_saves_them(tmp_path, kind, module_name)
     statistics = embedding_statistics(str(tmp_path))
     assert statistics.tensor.endswith(f".{module_name}.weight")
     assert statistics.model_type == kind
-    assert_measures(statistics, model.get_input_embeddings().weight.detach())
+    embeddings = model.get_input_embeddings().weight.detach()
+    assert_measures(statistics, embeddings)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +188,10 @@ def test_tokens_of_largest_norm_are_named_if_the_tokenizer_has_them(language):
     assert len(tokenizer) < 120
     assert tokenizer.decode([70]) == "c"
     statistics = embedding_statistics(language, top=3)
-    assert [token.id for token in statistics.top] == LARGEST_ROWS
-    assert [token.text for token in statistics.top] == ["c", None, tokenizer.decode([4])]
+    top_ids = [token.id for token in statistics.top]
+    assert top_ids == LARGEST_ROWS
+    top_texts = [token.text for token in statistics.top]
+    assert top_texts == ["c", None, tokenizer.decode([4])]
 
 
 def test_tokens_of_largest_norm_are_printed(language):
@@ -184,17 +199,20 @@ def test_tokens_of_largest_norm_are_printed(language):
     id_column, text_column, norm_column = largest_table.columns
     assert list(id_column.cells) == ["70", "120", "4"]
 
-    last_text = AutoTokenizer.from_pretrained(language).decode([4])
+    tokenizer = AutoTokenizer.from_pretrained(language)
+    last_text = tokenizer.decode([4])
     assert list(text_column.cells) == ["'c'", "", repr(last_text)]
 
     model = AutoModelForCausalLM.from_pretrained(language)
-    norms = model.get_input_embeddings().weight.norm(dim=1)
+    embeddings = model.get_input_embeddings().weight
+    norms = embeddings.norm(dim=1)
     expected_norms = [f"{norms[row]:.3f}" for row in LARGEST_ROWS]
     assert list(norm_column.cells) == expected_norms
 
 
 def test_no_token_or_every_token_may_be_listed(language):
-    assert len(embedding_statistics(language, top=0).tables()) == 1
+    without_tokens = embedding_statistics(language, top=0)
+    assert len(without_tokens.tables()) == 1
 
     statistics = embedding_statistics(language, top=1000)
     assert len(statistics.top) == statistics.rows
@@ -233,7 +251,8 @@ def test_tensors_that_cannot_be_measured_are_refused(tmp_path, tensors, message)
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
     write_model(tmp_path, {NAME: torch.ones(8, 8)})
     weights_path = tmp_path / "model.safetensors"
-    weights_path.write_bytes(weights_path.read_bytes()[:-10])
+    content = weights_path.read_bytes()
+    weights_path.write_bytes(content[:-10])
     with pytest.raises(ValueError, match="model.safetensors cannot be loaded.*Save or fetch"):
         embedding_statistics(str(tmp_path))
 
@@ -289,8 +308,10 @@ def test_norms_without_a_configuration_are_taken_as_they_are():
     assert statistics.n_text == statistics.mean
     assert statistics.gain == pytest.approx(0.5, rel=1e-12)
 
-    assert [token.id for token in statistics.top] == list(range(20, 10, -1))
-    assert [token.text for token in statistics.top] == [None] * 10
+    top_ids = [token.id for token in statistics.top]
+    assert top_ids == list(range(20, 10, -1))
+    top_texts = [token.text for token in statistics.top]
+    assert top_texts == [None] * 10
 
 
 def test_of_a_repository_the_commit_that_is_named_is_measured(tmp_path, monkeypatch):

@@ -183,7 +183,7 @@ def new_adapter(bases, tmp_path):
 
 @pytest.fixture
 def base_copy(bases, tmp_path):
-    """A copy of the tied base, which a test may change."""
+    """A copy of the tied base that a test may change."""
     return shutil.copytree(bases["tied"], tmp_path / "base")
 
 
@@ -320,7 +320,7 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, four_bit_adapt
 
 @pytest.fixture
 def unrecorded_adapter(four_bit_adapter, tmp_path):
-    """The 4-bit adapter without training.json, which TRL by itself does not write."""
+    """The 4-bit adapter without training.json, as TRL by itself writes one."""
     adapter_path = shutil.copytree(four_bit_adapter.adapter_path, tmp_path / "adapter")
     (adapter_path / "training.json").unlink()
     return adapter_path
@@ -460,7 +460,7 @@ def shared_adapter(adapter_root):
 
 @pytest.fixture
 def adapter_path(shared_adapter, tmp_path):
-    """A copy of the adapter, which a test may change."""
+    """A copy of the adapter that a test may change."""
     return shutil.copytree(shared_adapter, tmp_path / "adapter")
 
 

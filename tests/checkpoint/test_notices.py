@@ -52,7 +52,7 @@ def test_notices_are_known_by_their_names(tmp_path):
 
 @pytest.fixture
 def large_notice(tmp_path):
-    """A folder with LICENSE, which is as large as can be, and NOTICE, which is larger."""
+    """A folder with LICENSE of the largest size that is read, and NOTICE of one byte more."""
     (tmp_path / "LICENSE").write_bytes(b"x" * LARGEST_NOTICE)
     (tmp_path / "NOTICE").write_bytes(b"x" * (LARGEST_NOTICE + 1))
     return tmp_path

@@ -478,7 +478,7 @@ def opened(checkpoint):
 
 @pytest.fixture
 def model_copy(checkpoint, tmp_path):
-    """A copy of the checkpoint, which a test may change."""
+    """A copy of the checkpoint that a test may change."""
     return shutil.copytree(checkpoint, tmp_path / "model")
 
 
@@ -492,7 +492,7 @@ def test_a_processor_with_another_image_token_is_refused(opened):
         opened.check_image_token(processor)
 
 
-def test_a_folder_with_a_tokenizer_alone_has_no_processor(tmp_path):
+def test_a_folder_with_only_a_tokenizer_has_no_processor(tmp_path):
     tokenizer = tiny_parts.tokenizer()
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -216,7 +216,7 @@ def test_a_slow_precision_that_was_asked_for_gives_a_warning(processor, caplog, 
         (5.0, 5.0, False),
     ],
 )
-def test_a_model_in_float16_where_bfloat16_alone_is_fast(
+def test_a_model_in_float16_where_only_bfloat16_is_fast(
     processor, bfloat16_seconds, float16_seconds, emulates
 ):
     processor(bfloat16_seconds, float16=float16_seconds)
@@ -292,7 +292,7 @@ def test_four_bits_are_of_the_decoder_s_layers_and_their_products_in_what_is_fas
     }
 
 
-def test_four_bits_of_a_language_model_leave_its_head_alone(processor):
+def test_four_bits_of_a_language_model_leave_out_its_head(processor):
     processor(0.3)
     language_model = AutoModelForCausalLM.from_config(tiny.text_config(tied=False))
     settings = precision.four_bits(language_model, "float16")
@@ -319,7 +319,7 @@ def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_tak
 
 @pytest.fixture
 def containers(tmp_path, monkeypatch):
-    """Stands for the files in which the kernel tells the control groups of this process.
+    """Stands for the files in which the kernel lists the control groups of this process.
 
     Takes the groups that the process is in, and the limits by file.
     """
@@ -441,7 +441,7 @@ def test_a_container_without_a_limit_or_without_counts_is_passed_over(containers
     assert free_memory() > 2**25
 
 
-def test_where_nothing_tells_of_containers_the_machine_s_memory_counts(tmp_path, monkeypatch):
+def test_without_files_of_containers_the_machine_s_memory_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "OWN_GROUPS", tmp_path / "none")
     monkeypatch.setattr(precision, "GROUPS", tmp_path / "groups")
     assert precision.memory_limit() == MACHINE

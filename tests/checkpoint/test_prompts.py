@@ -30,7 +30,7 @@ MARKS_OTHER = "{% generation %}{{ '<|im_start|>' }}{% endgeneration %}"
 
 TEMPLATES = [
     pytest.param(LOOP, [END], id="reads strings"),
-    pytest.param(OF_PARTS, [END], id="reads parts alone"),
+    pytest.param(OF_PARTS, [END], id="reads only parts"),
     pytest.param(REFUSES_STRINGS + OF_PARTS, [END], id="refuses strings"),
     pytest.param("{{ raise_exception('no') }}" + LOOP, [], id="refuses everything"),
     pytest.param("{{ '<|im_end|>' }}", [], id="prints no answer"),
@@ -144,7 +144,7 @@ def test_a_flag_that_cannot_be_is_refused(config_with_idle_flags):
         ("{{ generation }} {% generations %}", False),
     ],
 )
-def test_marks_are_told_from_other_words(template, has_marks):
+def test_marks_differ_from_other_words(template, has_marks):
     assert prompts.has_generation_marks(template) == has_marks
 
 

@@ -49,7 +49,7 @@ def edit_json(json_path: Path, **changes) -> None:
 
 
 def foreign(file_name: str, auto_class: str, **changes):
-    """Names code in the `auto_map` of a file, which writes the marker as soon as it is imported."""
+    """Names code in the `auto_map` of a file. It writes the marker as soon as it is imported."""
     reference = "evil.Evil"
     if auto_class == "AutoTokenizer":
         reference = [None, "evil.Evil"]
@@ -203,7 +203,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def model_path(good, tmp_path):
-    """A copy of the good checkpoint, which a test may spoil."""
+    """A copy of the good checkpoint that a test may spoil."""
     return shutil.copytree(good / "model", tmp_path / "model")
 
 

@@ -207,7 +207,7 @@ def test_a_linked_file_is_no_symbolic_link(tensors, tmp_path, monkeypatch, can_l
 
 @pytest.fixture
 def layout_of_all_kinds(tmp_path):
-    """Tensors of all dtypes, which are written into `tmp_path` in another order and dtype."""
+    """Tensors of all dtypes. Those in `tmp_path` were written in another order and dtype."""
     torch.manual_seed(0)
     layout = {}
     for dtype in (
