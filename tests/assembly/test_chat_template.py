@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 from itertools import product
 
-import chat_families as families
+import chat_families
 import numpy as np
 import pytest
 import tiny
@@ -29,97 +29,123 @@ from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.train.collator import ConversationCollator
 
 
+IMAGE_PART = {"type": "image"}
+
+
+def multimodal(template, **options) -> str:
+    """The template with images and marks."""
+    new_template, _ = multimodal_chat_template(template, **options)
+    return new_template
+
+
+def has_marks(template, **options) -> bool:
+    _, is_marked = multimodal_chat_template(template, **options)
+    return is_marked
+
+
 def on_the_day(template):
     """A family's template on a day in July: with that day's text in place of each call."""
     call = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
-    return call.sub(lambda found: repr(datetime(2024, 7, 26).strftime(found[2])), template)
+    fixed_day = datetime(2024, 7, 26)
+    return call.sub(lambda match: repr(fixed_day.strftime(match[2])), template)
 
 
-DATED = sorted(name for name in TEMPLATES if "strftime_now" in TEMPLATES[name])
+DATED = sorted(family for family in TEMPLATES if "strftime_now" in TEMPLATES[family])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_text_only_conversations_render_as_under_the_models_own_template(name):
-    template = multimodal_chat_template(TEMPLATES[name])[0]
-    options = ({}, {"tools": [families.WEATHER]}, {"enable_thinking": False})
-    for messages, prompt, how in product(families.CONVERSATIONS, (False, True), options):
-        how = {**how, "add_generation_prompt": prompt}
-        expected = families.outcome(on_the_day(TEMPLATES[name]), messages, **how)
-        assert families.outcome(template, messages, **how) == expected, messages
+RENDER_OPTIONS = [
+    {"add_generation_prompt": False},
+    {"add_generation_prompt": True},
+    {"add_generation_prompt": False, "tools": [chat_families.WEATHER]},
+    {"add_generation_prompt": True, "tools": [chat_families.WEATHER]},
+    {"add_generation_prompt": False, "enable_thinking": False},
+    {"add_generation_prompt": True, "enable_thinking": False},
+]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_text_only_conversations_render_as_under_the_models_own_template(family):
+    own_template = on_the_day(TEMPLATES[family])
+    new_template = multimodal(TEMPLATES[family])
+    for messages in chat_families.CONVERSATIONS:
+        for options in RENDER_OPTIONS:
+            expected = chat_families.outcome(own_template, messages, **options)
+            actual = chat_families.outcome(new_template, messages, **options)
+            assert actual == expected, messages
 
 
 @pytest.mark.parametrize(
-    "head", ["\n\n  a\n", "  {% if true %}\n  b\n  {% endif %}\n", "{#- c -#}\n\n", "\t{{- 1 }}\n "]
+    "head",
+    [
+        "\n\n  a\n",
+        "  {% if true %}\n  b\n  {% endif %}\n",
+        "{#- c -#}\n\n",
+        "\t{{- 1 }}\n ",
+    ],
 )
 def test_white_space_before_the_first_statement_is_kept(head):
     template = head + SMOLLM2
-    new = multimodal_chat_template(template)[0]
-    assert render(new, chat("Hi")) == render(template, chat("Hi"))
-    for text in (new, template):
-        printed = render(chat_template.printing_first(text, "<s> ", "<image>"), chat("Hi"))
-        assert printed == "<s> " + render(template, chat("Hi"))
+    new_template = multimodal(template)
+    expected = render(template, chat("Hi"))
+    assert render(new_template, chat("Hi")) == expected
+    for printed_template in (new_template, template):
+        with_first = chat_template.printing_first(printed_template, "<s> ", "<image>")
+        assert render(with_first, chat("Hi")) == "<s> " + expected
 
 
 @pytest.mark.parametrize(
-    "name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"]
+    "family",
+    [
+        *END_OF_TURN,
+        "cohere",
+        "lfm2",
+        "glm4moe",
+        "deepseekv3",
+        "gptoss",
+        "gemma4",
+    ],
 )
-def test_image_parts_become_the_image_token_in_every_family(name):
-    template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>")[0]
-    images = {"type": "image"}, {"type": "image", "image": np.zeros((2, 2, 3))}
-    with_images = render(template, parts(chat("What?", "This.", "Why?"), *images))
-    assert with_images == render(template, chat("<|image's|><|image's|>What?", "This.", "Why?"))
-    assert with_images.count("<|image's|>") == 2
+def test_image_parts_become_the_image_token_in_every_family(family):
+    template = multimodal(TEMPLATES[family], image_token="<|image's|>")
+    pixels_part = {"type": "image", "image": np.zeros((2, 2, 3))}
+    conversation = parts(chat("What?", "This.", "Why?"), IMAGE_PART, pixels_part)
+    expected = render(template, chat("<|image's|><|image's|>What?", "This.", "Why?"))
+    assert render(template, conversation) == expected
+    assert expected.count("<|image's|>") == 2
 
 
-@pytest.mark.parametrize("name", DATED)
-def test_prompts_tell_a_fixed_date_whatever_the_day(name):
+def test_some_families_print_a_date():
     assert "llama3_2" in DATED
-    template = multimodal_chat_template(TEMPLATES[name])[0]
+
+
+@pytest.mark.parametrize("family", DATED)
+def test_prompts_tell_a_fixed_date_whatever_the_day(family):
     messages = chat("What?", "A kite.")
-    on_that_day = render(on_the_day(TEMPLATES[name]), messages)
-    assert render(TEMPLATES[name], messages) != on_that_day  # the family's own tells today's
-    assert render(template, messages) == on_that_day
+    expected = render(on_the_day(TEMPLATES[family]), messages)
+    # The family's own template prints today's date.
+    assert render(TEMPLATES[family], messages) != expected
+    assert render(multimodal(TEMPLATES[family]), messages) == expected
 
 
-def test_every_way_to_write_a_date_is_that_of_strftime():
-    letters = (
-        "a A w u d -d e j -j b h B m -m y Y C g G U W V H -H I -I p M -M S -S f z Z c x X D F T R"
-    )
-    for directive in [f"%{letter}" for letter in letters.split()] + ["%% of %d", "%A, %d. %B %Y"]:
-        dated = f"{{{{ strftime_now({directive!r}) }}}}"
-        text = render(with_fixed_date(dated), chat("Why?"))
-        assert text == datetime(2024, 7, 26).strftime(directive), directive
+LETTERS = "a A w u d -d e j -j b h B m -m y Y C g G U W V H -H I -I p M -M S -S f z Z c x X D F T R"
+DIRECTIVES = [f"%{letter}" for letter in LETTERS.split()]
 
 
-def test_a_template_without_a_date_and_one_with_a_fixed_date_stay():
+@pytest.mark.parametrize("directive", [*DIRECTIVES, "%% of %d", "%A, %d. %B %Y"])
+def test_every_way_to_write_a_date_is_that_of_strftime(directive):
+    dated = f"{{{{ strftime_now({directive!r}) }}}}"
+    expected = datetime(2024, 7, 26).strftime(directive)
+    assert render(with_fixed_date(dated), chat("Why?")) == expected
+
+
+def test_a_template_without_a_date_stays():
     assert with_fixed_date(SMOLLM2) == SMOLLM2
+
+
+def test_a_template_with_a_fixed_date_stays():
     fixed = with_fixed_date(TEMPLATES["llama3_2"])
-    assert fixed != TEMPLATES["llama3_2"] and with_fixed_date(fixed) == fixed
-
-
-def test_checkpoints_from_before_tell_the_same_date_too(tmp_path):
-    """Their templates ask for today's date: opening and training put in the fixed one."""
-    processor = built(tmp_path / "built", families.byte_tokenizer(), TEMPLATES["llama3_2"])
-    fixed = processor.chat_template
-    assert (before := fixed.replace(with_fixed_date(" strftime_now")[: -len(" strftime_now")], ""))
-    assert before != fixed and "strftime_now" in before
-    processor.chat_template = processor.tokenizer.chat_template = before
-    processor.save_pretrained(tmp_path / "older")
-    opened = Checkpoint(str(tmp_path / "older"), None, {}).processor
-    given = AutoProcessor.from_pretrained(tmp_path / "older")
-    collator = ConversationCollator(given)
-    messages = parts(chat("Why?"), {"type": "image"})
-    for settled in (opened, opened.tokenizer, collator.processor, collator.processor.tokenizer):
-        text = settled.apply_chat_template(messages, tokenize=False)
-        assert "Today Date: 26 Jul 2024" in text
-
-
-def test_a_template_whose_generation_prompt_alone_would_change_is_refused():
-    prompt = "{{ 'one' if multimodal is defined else 'other' }}"  # which the preamble defines
-    odd = SMOLLM2.replace("{{ '<|im_start|>assistant\n' }}", prompt)
-    assert odd != SMOLLM2
-    with pytest.raises(ValueError, match="renders the conversation .* differently"):
-        multimodal_chat_template(odd)
+    assert fixed != TEMPLATES["llama3_2"]
+    assert with_fixed_date(fixed) == fixed
 
 
 def built(folder, tokenizer, template):
@@ -127,155 +153,369 @@ def built(folder, tokenizer, template):
     tokenizer.chat_template = template
     set_chat_template(tokenizer, None)
     image_processor = tiny_parts.image_processor("clip")
-    vision = tiny.vision_config("clip")
-    make_processor(image_processor, tokenizer, vision).save_pretrained(folder)
+    vision_config = tiny.vision_config("clip")
+    make_processor(image_processor, tokenizer, vision_config).save_pretrained(folder)
     return AutoProcessor.from_pretrained(folder)
 
 
-FOUR = ("smollm2", "llama2", "gemma3", "llava_1_5")
-WAYS = dict.fromkeys([*product(TEMPLATES, ["first and last"]), *product(FOUR, families.ADDING)])
+@pytest.fixture
+def older_checkpoint(tmp_path):
+    """A processor's folder from before: its template asks for today's date."""
+    llama_template = TEMPLATES["llama3_2"]
+    processor = built(tmp_path / "built", chat_families.byte_tokenizer(), llama_template)
+    fixed_template = processor.chat_template
+    macro = with_fixed_date(" strftime_now").removesuffix(" strftime_now")
+    older_template = fixed_template.replace(macro, "")
+    assert older_template
+    assert older_template != fixed_template
+    assert "strftime_now" in older_template
+    processor.chat_template = older_template
+    processor.tokenizer.chat_template = older_template
+    processor.save_pretrained(tmp_path / "older")
+    return tmp_path / "older"
 
 
-@pytest.mark.parametrize("name, adds", WAYS)
-def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
+def assert_prints_the_fixed_date(processor) -> None:
+    messages = parts(chat("Why?"), IMAGE_PART)
+    for renderer in (processor, processor.tokenizer):
+        text = renderer.apply_chat_template(messages, tokenize=False)
+        assert "Today Date: 26 Jul 2024" in text
+
+
+def test_an_older_checkpoint_is_opened_with_the_fixed_date(older_checkpoint):
+    opened = Checkpoint(str(older_checkpoint), None, {})
+    assert_prints_the_fixed_date(opened.processor)
+
+
+def test_an_older_checkpoint_is_trained_with_the_fixed_date(older_checkpoint):
+    collator = ConversationCollator(AutoProcessor.from_pretrained(older_checkpoint))
+    assert_prints_the_fixed_date(collator.processor)
+
+
+def test_a_template_is_refused_if_only_its_generation_prompt_would_change():
+    # The preamble defines `multimodal`.
+    changing_prompt = "{{ 'one' if multimodal is defined else 'other' }}"
+    template = SMOLLM2.replace("{{ '<|im_start|>assistant\n' }}", changing_prompt)
+    assert template != SMOLLM2
+    with pytest.raises(ValueError, match="renders the conversation .* differently"):
+        multimodal_chat_template(template)
+
+
+REPEATED_IMAGE = "<image>" * 4
+FEW_FAMILIES = ("smollm2", "llama2", "gemma3", "llava_1_5")
+# Each pair once: some few families are with "first and last" in both.
+FAMILIES_AND_TOKENIZERS = dict.fromkeys(
+    [
+        *product(TEMPLATES, ["first and last"]),
+        *product(FEW_FAMILIES, chat_families.ADDING),
+    ]
+)
+
+
+def language_model_ids(tokenizer, text, start, end):
+    """As the language model's own tokenizer encodes a text, without what it adds at the end."""
+    if text.startswith("".join(start)):
+        return tokenizer.encode(text, add_special_tokens=False)
+    token_ids = tokenizer.encode(text)
+    assert tokenizer.convert_ids_to_tokens(token_ids)[: len(start)] == start
+    return token_ids[: len(token_ids) - len(end)]
+
+
+def encode_text(processor, turns):
+    """A question without an image, tokenized in every way."""
+    messages = parts(chat(*turns))
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    tokenizer = processor.tokenizer
+    return {
+        "processor(text)": processor(text=text, images=None),
+        "its template": processor.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=True,
+        ),
+        "TRL": tokenizer([text], add_special_tokens=False),
+        "the tokenizer's template": tokenizer.apply_chat_template(
+            [messages],
+            add_generation_prompt=True,
+        ),
+    }
+
+
+def encode_with_image(processor, turns, image):
+    """A question with an image, and its answer if it has one, tokenized in every way."""
+    picture = Image.open(io.BytesIO(image["bytes"]))
+    messages = parts(chat(*turns), {"type": "image", "image": picture})
+    is_question = len(turns) == 1
+    text = processor.apply_chat_template(messages, add_generation_prompt=is_question)
+    repeated = text.replace("<image>", REPEATED_IMAGE)
+    encoded_by_way = {
+        "processor(text)": processor(text=text, images=[picture]),
+        "its template": processor.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=is_question,
+        ),
+        "TRL": processor.tokenizer([repeated], add_special_tokens=False),
+    }
+    if is_question:
+        (question,) = turns
+        sample = Sample("", question, image)
+        encoded_by_way["ask"] = next(batches(processor, [sample], 1))
+    elif chat_template.has_generation_marks(processor.chat_template):
+        training_row = training_row_of(turns, image)
+        encoded_by_way["training"] = ConversationCollator(processor)([training_row])
+    return encoded_by_way
+
+
+def training_row_of(turns, image):
+    question, answer = turns
+    return parse_row(train_data.llava(f"<image>{question}", answer, image))
+
+
+def assert_all_ways_give(encoded_by_way, expected) -> None:
+    for way, encoded in encoded_by_way.items():
+        token_ids = [int(token_id) for token_id in encoded["input_ids"][0]]
+        assert token_ids == expected, way
+
+
+@pytest.mark.parametrize(("family", "adds"), FAMILIES_AND_TOKENIZERS)
+def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, family, adds):
     """Of users, `transformers serve`, TRL, training, `ask`, `evaluate`, and the language model."""
-    make, start, end = families.ADDING[adds]
-    own = make()
-    processor = built(tmp_path, make(), TEMPLATES[name])
-    own.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
+    make_tokenizer, start, end = chat_families.ADDING[adds]
+    processor = built(tmp_path, make_tokenizer(), TEMPLATES[family])
+    own_tokenizer = make_tokenizer()
+    image_token = AddedToken("<image>", special=True, normalized=False)
+    own_tokenizer.add_tokens(image_token, special_tokens=True)
+    special_tokens = own_tokenizer.special_tokens_map
+    template = multimodal(TEMPLATES[family], special_tokens=special_tokens)
+
+    def expected_ids(turns, *images):
+        text = render(
+            template,
+            parts(chat(*turns), *images),
+            add_generation_prompt=len(turns) == 1,
+            **special_tokens,
+        )
+        repeated = text.replace("<image>", REPEATED_IMAGE)
+        return language_model_ids(own_tokenizer, repeated, start, end)
+
+    assert_all_ways_give(encode_text(processor, ["Hello"]), expected_ids(["Hello"]))
+
     image = {"path": None, "bytes": train_data.image_bytes()}
-    shown = {"type": "image", "image": Image.open(io.BytesIO(image["bytes"]))}
-    template = multimodal_chat_template(TEMPLATES[name], special_tokens=own.special_tokens_map)[0]
-    for turns, images in ((["Hello"], []), (["Why?"], [shown]), (["Why?", "So."], [shown])):
-        messages = parts(chat(*turns), *images)
-        prompt = {"add_generation_prompt": len(turns) == 1}
-        text = render(template, messages, **prompt, **own.special_tokens_map)
-        text = text.replace("<image>", "<image>" * 4)
-        expected = own.encode(text, add_special_tokens=False)
-        if not text.startswith("".join(start)):
-            expected = own.encode(text)
-            assert own.convert_ids_to_tokens(expected)[: len(start)] == start
-            expected = expected[: len(expected) - len(end)]
-        rendered = processor.apply_chat_template(messages, **prompt)
-        tokenizer = processor.tokenizer
-        pictures = [part["image"] for part in images] or None
-        as_tokens = dict(tokenize=True, return_dict=True)
-        repeated = "<image>" * 4
-        ways = {
-            "processor(text)": processor(text=rendered, images=pictures),
-            "its template": processor.apply_chat_template(messages, **as_tokens, **prompt),
-            "TRL": tokenizer([rendered.replace("<image>", repeated)], add_special_tokens=False),
-        }
-        if not images:
-            ways["the tokenizer's template"] = tokenizer.apply_chat_template([messages], **prompt)
-        elif len(messages) == 1:
-            ways["ask"] = next(batches(processor, [Sample("", "Why?", image)], 1))
-        elif chat_template.has_generation_marks(processor.chat_template):
-            row = parse_row(train_data.llava("<image>Why?", "So.", image))
-            ways["training"] = ConversationCollator(processor)([row])
-            assert token_lengths(processor, [row]) == [len(expected)]
-        for way, encoded in ways.items():
-            assert [*map(int, encoded["input_ids"][0])] == expected, way
-    plain = own.encode("Plain text.")
-    assert text_tokenizer(tokenizer).encode("Plain text.") == plain[: len(plain) - len(end)]
-    assert tokenizer.encode("Plain text.") == own.encode("Plain text.", add_special_tokens=False)
+    for turns in (["Why?"], ["Why?", "So."]):
+        expected = expected_ids(turns, IMAGE_PART)
+        encoded_by_way = encode_with_image(processor, turns, image)
+        assert_all_ways_give(encoded_by_way, expected)
+        if "training" in encoded_by_way:
+            training_row = training_row_of(turns, image)
+            assert token_lengths(processor, [training_row]) == [len(expected)]
+
+    plain_ids = own_tokenizer.encode("Plain text.")
+    without_end = plain_ids[: len(plain_ids) - len(end)]
+    assert text_tokenizer(processor.tokenizer).encode("Plain text.") == without_end
+    without_added = own_tokenizer.encode("Plain text.", add_special_tokens=False)
+    assert processor.tokenizer.encode("Plain text.") == without_added
 
 
-@pytest.mark.parametrize("name", ["smollm2", "llava_1_5", "qwen3"])
-def test_parts_that_are_joined_beforehand_print_the_same(name):
-    image = "<image>" if name == "llava_1_5" else "<|i|>"
-    template = multimodal_chat_template(TEMPLATES[name], image_token=image)[0]
-    messages = parts(chat("What?", "This.", "Why?"), {"type": "image"}, {"type": "image"})
-    messages[2]["content"].append({"type": "image"})
+def conversation_with_images():
+    """A conversation of three turns with two images first and one last."""
+    messages = parts(chat("What?", "This.", "Why?"), IMAGE_PART, IMAGE_PART)
+    messages[2]["content"].append(IMAGE_PART)
+    return messages
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+def test_parts_that_are_joined_beforehand_print_the_same(family):
+    template = multimodal(TEMPLATES[family], image_token="<|i|>")
+    messages = conversation_with_images()
     before = copy.deepcopy(messages)
-    shorter, joined = chat_template.without_preamble(template, messages, image)
+    shorter, joined = chat_template.without_preamble(template, messages, "<|i|>")
     assert messages == before
     assert render(shorter, joined) == render(template, messages)
-    if name == "llava_1_5":  # which reads parts itself
-        assert shorter is template and joined is messages
-    else:
-        assert len(shorter) < len(template)
-        texts = [message["content"] for message in joined]
-        assert texts == ["<|i|><|i|>What?", "This.", "Why?<|i|>"]
-        assert [message["role"] for message in joined] == ["user", "assistant", "user"]
-    assert chat_template.without_preamble(template, messages, "<other>") == (template, messages)
+    assert len(shorter) < len(template)
+
+    texts = [message["content"] for message in joined]
+    assert texts == ["<|i|><|i|>What?", "This.", "Why?<|i|>"]
+    roles = [message["role"] for message in joined]
+    assert roles == ["user", "assistant", "user"]
+
+    with_other_token = chat_template.without_preamble(template, messages, "<other>")
+    assert with_other_token == (template, messages)
+
+
+def test_parts_are_not_joined_for_a_template_that_reads_them_itself():
+    template = multimodal(TEMPLATES["llava_1_5"], image_token="<image>")
+    messages = conversation_with_images()
+    before = copy.deepcopy(messages)
+    shorter, joined = chat_template.without_preamble(template, messages, "<image>")
+    assert messages == before
+    assert render(shorter, joined) == render(template, messages)
+    assert shorter is template
+    assert joined is messages
+
+    with_other_token = chat_template.without_preamble(template, messages, "<other>")
+    assert with_other_token == (template, messages)
 
 
 def test_the_check_s_texts_are_those_that_a_template_prints():
-    texts = chat_template.check_texts(multimodal_chat_template(SMOLLM2)[0], {})
-    assert all("<image>" in text for text in texts)
-    prompts = [text.endswith("<|im_start|>assistant\n") for text in texts]
-    assert any(prompts) and not all(prompts)
+    texts = chat_template.check_texts(multimodal(SMOLLM2), {})
+    are_prompts = []
+    for text in texts:
+        assert "<image>" in text
+        are_prompts.append(text.endswith("<|im_start|>assistant\n"))
+    assert any(are_prompts)
+    assert not all(are_prompts)
+
+
+def test_a_template_that_prints_nothing_has_no_text_to_check():
     assert chat_template.check_texts("{{ raise_exception('no') }}", {}) == []
-    shown = chat_template.check_texts("{{ tools }}", {})
-    assert any("weather" in text for text in shown) and shown.count("None") < len(shown)
 
 
-def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp_path):
-    several = {"tool_use": "{{ raise_exception('another') }}", "default": SMOLLM2}
-    tokenizer = tiny_parts.tokenizer(several)
+def test_the_check_s_texts_are_with_tools_and_without():
+    texts = chat_template.check_texts("{{ tools }}", {})
+    assert any("weather" in text for text in texts)
+    assert texts.count("None") < len(texts)
+
+
+def assert_renders_hi_like(tokenizer, expected) -> None:
+    assert render(tokenizer.chat_template, chat("Hi")) == expected
+
+
+def test_of_several_templates_the_default_is_used():
+    several_templates = {
+        "tool_use": "{{ raise_exception('another') }}",
+        "default": SMOLLM2,
+    }
+    tokenizer = tiny_parts.tokenizer(several_templates)
     assert set_chat_template(tokenizer, None)
     assert "raise_exception('another')" not in tokenizer.chat_template
-    assert render(tokenizer.chat_template, chat("Hi")) == render(SMOLLM2, chat("Hi"))
-    size = len(tokenizer)
-    number = tokenizer.convert_tokens_to_ids("<image>")
-    assert number == size - 1 and tokenizer.decode([number], skip_special_tokens=True) == ""
-    (tmp_path / "other.jinja").write_text("{{ 'Ü' }}" + SMOLLM2, encoding="utf-8")
-    assert set_chat_template(tokenizer, tmp_path / "other.jinja")
-    assert render(tokenizer.chat_template, chat("Hi")) == "Ü" + render(SMOLLM2, chat("Hi"))
-    assert len(tokenizer) == size  # the image token is added once
-    tokenizer = tiny_parts.tokenizer({"tool_use": SMOLLM2})  # of which none is the default
+    assert_renders_hi_like(tokenizer, render(SMOLLM2, chat("Hi")))
+
+
+def test_of_several_templates_without_a_default_none_is_used():
+    tokenizer = tiny_parts.tokenizer({"tool_use": SMOLLM2})
     assert set_chat_template(tokenizer, None)
-    assert render(tokenizer.chat_template, chat("Hi")) == render(
-        multimodal_chat_template(None)[0], chat("Hi")
+    assert_renders_hi_like(tokenizer, render(multimodal(None), chat("Hi")))
+
+
+def test_the_image_token_is_added_last_and_once(tmp_path):
+    tokenizer = tiny_parts.tokenizer()
+    set_chat_template(tokenizer, None)
+    token_count = len(tokenizer)
+    image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    assert image_token_id == token_count - 1
+    assert tokenizer.decode([image_token_id], skip_special_tokens=True) == ""
+
+    # A template from a file takes the place of any other.
+    template_path = tmp_path / "other.jinja"
+    template_path.write_text("{{ 'Ü' }}" + SMOLLM2, encoding="utf-8")
+    assert set_chat_template(tokenizer, template_path)
+    assert_renders_hi_like(tokenizer, "Ü" + render(SMOLLM2, chat("Hi")))
+    assert len(tokenizer) == token_count
+
+
+def tokenizer_with_image_token():
+    tokenizer = tiny_parts.tokenizer()
+    set_chat_template(tokenizer, None)
+    return tokenizer
+
+
+def llava_processor(kind, tokenizer, size=None, **options):
+    """The processor that `build` makes for an encoder, whose images may have another size."""
+    image_processor = tiny_parts.image_processor(kind)
+    if size is not None:
+        image_processor.size = size
+    return make_processor(image_processor, tokenizer, tiny.vision_config(kind), **options)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end():
+    tokenizer = tokenizer_with_image_token()
+    tokenizer.pad_token = None
+    assert llava_processor("siglip", tokenizer).tokenizer.pad_token == "<|im_end|>"
+
+
+def test_a_pad_token_stays_and_pads_at_the_left():
+    tokenizer = tokenizer_with_image_token()
+    tokenizer.pad_token = "<unk>"
+    processor = llava_processor("clip", tokenizer)
+    assert processor.tokenizer.pad_token == "<unk>"
+    assert processor.tokenizer.padding_side == "left"
+
+
+def test_a_processor_has_the_encoder_s_patches_and_features():
+    siglip_processor = llava_processor("siglip", tokenizer_with_image_token())
+    assert siglip_processor.vision_feature_select_strategy == "full"
+
+    clip_processor = llava_processor("clip", tokenizer_with_image_token())
+    assert clip_processor.vision_feature_select_strategy == "default"
+    assert clip_processor.patch_size == 8
+
+
+def test_a_processor_has_the_features_that_are_asked_for():
+    processor = llava_processor(
+        "clip",
+        tokenizer_with_image_token(),
+        select_strategy="full",
+    )
+    assert processor.vision_feature_select_strategy == "full"
+
+
+@pytest.mark.parametrize(
+    ("size", "height", "width"),
+    [
+        pytest.param(None, 16, 16, id="square"),
+        pytest.param({"height": 16, "width": 24}, 16, 24, id="wide"),
+    ],
+)
+def test_a_processor_without_a_crop_has_the_size_of_its_images(size, height, width):
+    processor = llava_processor("siglip", tokenizer_with_image_token(), size)
+    crop_size = processor.image_processor.crop_size
+    assert crop_size["height"] == height
+    assert crop_size["width"] == width
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (
+            {"shortest_edge": 16},
+            "size .*shortest_edge.* has no height and width",
+        ),
+        (
+            {"height": 16, "max_width": 24},
+            "has no height and width",
+        ),
+    ],
+)
+def test_a_size_without_height_and_width_is_refused(size, message):
+    with pytest.raises(ValueError, match=message):
+        llava_processor("siglip", tokenizer_with_image_token(), size)
+
+
+def unsettled_processor(tokenizer, template):
+    """A processor that is not settled yet."""
+    image_token = AddedToken("<image>", special=True, normalized=False)
+    tokenizer.add_tokens(image_token, special_tokens=True)
+    return LlavaProcessor(
+        tiny_parts.image_processor("clip"),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
     )
 
 
-def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
-    made = {}
-    for kind, pad in (("siglip", None), ("clip", "<unk>")):
-        tokenizer = tiny_parts.tokenizer()
-        set_chat_template(tokenizer, None)
-        tokenizer.pad_token = pad
-        how = tiny_parts.image_processor(kind), tokenizer, tiny.vision_config(kind)
-        made[kind] = make_processor(*how)
-    assert made["siglip"].tokenizer.pad_token == "<|im_end|>"
-    assert made["clip"].tokenizer.pad_token == "<unk>"
-    assert made["clip"].tokenizer.padding_side == "left"
-    crop = made["siglip"].image_processor.crop_size
-    assert {name: crop[name] for name in ("height", "width")} == {"height": 16, "width": 16}
-    strategies = [made[kind].vision_feature_select_strategy for kind in ("siglip", "clip")]
-    assert strategies == ["full", "default"] and made["clip"].patch_size == 8
-    assert make_processor(*how, "full").vision_feature_select_strategy == "full"
-    odd = tiny_parts.image_processor("siglip")
-    odd.size = {"shortest_edge": 16}
-    with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
-        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
-    odd.size = {"height": 16, "max_width": 24}
-    with pytest.raises(ValueError, match="has no height and width"):
-        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
-    high = tiny_parts.image_processor("siglip")
-    high.size = {"height": 16, "width": 24}
-    crop = make_processor(high, tokenizer, tiny.vision_config("siglip")).image_processor.crop_size
-    assert (crop["height"], crop["width"]) == (16, 24)
-
-
-def processor_of(tokenizer, template):
-    """One that is not settled yet."""
-    token = AddedToken("<image>", special=True, normalized=False)
-    tokenizer.add_tokens(token, special_tokens=True)
-    how = dict(patch_size=8, vision_feature_select_strategy="default")
-    how |= dict(num_additional_image_tokens=1, chat_template=template)
-    return LlavaProcessor(tiny_parts.image_processor("clip"), tokenizer, **how)
-
-
 def test_without_a_template_a_tokenizer_adds_what_it_added():
-    processor = processor_of(families.adding_tokenizer(["<s>"]), None)
+    processor = unsettled_processor(chat_families.adding_tokenizer(["<s>"]), None)
     before = processor.tokenizer.encode("a")
     settle(processor)
     assert processor.tokenizer.encode("a") == before
     assert processor.tokenizer.convert_ids_to_tokens(before[0]) == "<s>"
-    assert processor.tokenizer.padding_side == "left" and processor.chat_template is None
+    assert processor.tokenizer.padding_side == "left"
+    assert processor.chat_template is None
 
 
 class Stubborn(PreTrainedTokenizerFast):
@@ -286,213 +526,329 @@ class Stubborn(PreTrainedTokenizerFast):
 
 
 def test_a_tokenizer_that_adds_tokens_whatever_is_set_is_refused():
-    backend = families.adding_tokenizer(["<s>"], ["</s>"]).backend_tokenizer
-    tokens = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    tokenizer = Stubborn(tokenizer_object=backend, **tokens)
-    template = multimodal_chat_template("{{ bos_token }}" + SMOLLM2)[0]
+    adding = chat_families.adding_tokenizer(["<s>"], ["</s>"])
+    tokenizer = Stubborn(
+        tokenizer_object=adding.backend_tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    template = multimodal("{{ bos_token }}" + SMOLLM2)
+    processor = unsettled_processor(tokenizer, template)
     with pytest.raises(ValueError, match=r"\['<s>', '</s>'\] to texts whatever is set"):
-        settle(processor_of(tokenizer, template))
+        settle(processor)
 
 
 def test_a_first_token_that_is_printed_behind_white_space_is_not_printed_again(tmp_path):
     template = "  {{ bos_token }}" + SMOLLM2
-    processor = built(tmp_path, families.adding_tokenizer(["<s>"]), template)
+    processor = built(tmp_path, chat_families.adding_tokenizer(["<s>"]), template)
     text = processor.apply_chat_template(chat("Hi"))
-    assert text == render(template, chat("Hi")) and text.count("<s>") == 1
+    assert text == render(template, chat("Hi"))
+    assert text.count("<s>") == 1
 
 
 def test_a_tokenizer_that_drops_unknown_letters_is_refused():
-    tokenizer = tiny_parts.tokenizer()
-    set_chat_template(tokenizer, None)
-    tokenizer.backend_tokenizer.model = type(tokenizer.backend_tokenizer.model)(
-        vocab=tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False), merges=[]
-    )
-    how = tiny_parts.image_processor("clip"), tokenizer, tiny.vision_config("clip")
+    tokenizer = tokenizer_with_image_token()
+    backend = tokenizer.backend_tokenizer
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    model_class = type(backend.model)
+    backend.model = model_class(vocab=vocabulary, merges=[])
     with pytest.raises(ValueError, match="drops letters.*unk_token"):
-        make_processor(*how)
+        llava_processor("clip", tokenizer)
 
 
-def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):
-    some = "{% if messages[0]['role'] == 'system' %}{{ bos_token }}{% endif %}" + SMOLLM2
-    with pytest.raises(ValueError, match="'<s>' before a text.* before some only.*--chat-template"):
-        built(tmp_path, families.adding_tokenizer(["<s>"]), some)
-    tokenizer = tiny_parts.tokenizer(extra=("<bos>",))  # which is no token of its own in a text
-    adds = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 3)])
-    tokenizer.backend_tokenizer.post_processor = adds
+def test_a_template_that_prints_the_first_token_before_some_texts_only_is_refused(tmp_path):
+    sometimes = "{% if messages[0]['role'] == 'system' %}{{ bos_token }}{% endif %}"
+    tokenizer = chat_families.adding_tokenizer(["<s>"])
+    message = "'<s>' before a text.* before some only.*--chat-template"
+    with pytest.raises(ValueError, match=message):
+        built(tmp_path, tokenizer, sometimes + SMOLLM2)
+
+
+def test_a_first_token_that_is_no_token_of_its_own_in_a_text_is_refused(tmp_path):
+    tokenizer = tiny_parts.tokenizer(extra=("<bos>",))
+    adds_bos = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 3)])
+    tokenizer.backend_tokenizer.post_processor = adds_bos
     with pytest.raises(ValueError, match="puts '<bos>' before a text.* other tokens"):
         built(tmp_path, tokenizer, SMOLLM2)
 
 
-@pytest.mark.parametrize("name", END_OF_TURN)
-def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
-    new, has_marks = multimodal_chat_template(TEMPLATES[name])
-    assert has_marks
-    second = "Two\nlines" if name in families.TRIMS else "  Two\nlines "
-    expected = [answer + END_OF_TURN[name] for answer in ("A kite.", second)]
-    if name == "llama2":  # sets answers apart with spaces; its generation prompt ends before one
-        expected = [" A kite. </s>", " Two\nlines </s>"]
-    if name == "qwen3":  # opens the last answer with an empty thought, which is to be generated
-        expected[1] = "<think>\n\n</think>\n\n" + expected[1]
-    messages = chat("What?", "A kite.", "And?", "  Two\nlines ")
-    for conversation in (messages, parts(messages, {"type": "image"})):
-        assert marked(new, conversation) == expected
-    assert marked(new, messages[:1], add_generation_prompt=True) == []
+SECOND_ANSWER = "  Two\nlines "
+
+
+def marked_answers(family):
+    """What marks hold of the answers "A kite." and `SECOND_ANSWER`."""
+    if family == "llama2":
+        # Sets answers apart with spaces; its generation prompt ends before one.
+        return [" A kite. </s>", " Two\nlines </s>"]
+    end_of_turn = END_OF_TURN[family]
+    second_answer = SECOND_ANSWER
+    if family in chat_families.TRIMS:
+        second_answer = second_answer.strip()
+    if family == "qwen3":
+        # Opens the last answer with an empty thought, which is to be generated.
+        second_answer = "<think>\n\n</think>\n\n" + second_answer
+    return ["A kite." + end_of_turn, second_answer + end_of_turn]
+
+
+@pytest.mark.parametrize("family", END_OF_TURN)
+def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(family):
+    new_template, is_marked = multimodal_chat_template(TEMPLATES[family])
+    assert is_marked
+
+    messages = chat("What?", "A kite.", "And?", SECOND_ANSWER)
+    expected = marked_answers(family)
+    assert marked(new_template, messages) == expected
+    assert marked(new_template, parts(messages, IMAGE_PART)) == expected
+    assert marked(new_template, messages[:1], add_generation_prompt=True) == []
+
+
+QWEN_CALL = '<tool_call>\n{"name": "tide", "arguments": {"port": "Brest"}}\n</tool_call><|im_end|>'
+LLAMA_CALL = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"]
+    ("family", "expected_call", "expected_answer"),
+    [
+        ("qwen2_5", QWEN_CALL, "Low tide."),
+        ("qwen3", QWEN_CALL, EMPTY_THOUGHT + "Low tide."),
+        ("qwen3_instruct_2507", QWEN_CALL, "Low tide."),
+        ("llama3_1", LLAMA_CALL, "Low tide."),
+        ("llama3_2", LLAMA_CALL, "Low tide."),
+    ],
+    ids=["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"],
 )
-def test_marks_hold_tool_calls_but_not_what_tools_say(name):
-    new, _ = multimodal_chat_template(TEMPLATES[name])
-    call = '<tool_call>\n{"name": "tide", "arguments": {"port": "Brest"}}\n</tool_call><|im_end|>'
-    if name.startswith("llama"):
-        call = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
-    answer = "<think>\n\n</think>\n\nLow tide." if name == "qwen3" else "Low tide."
-    expected = [call, answer + END_OF_TURN[name]]
-    assert marked(new, families.TOOL_CALL, tools=[families.WEATHER]) == expected
+def test_marks_hold_tool_calls_but_not_what_tools_say(family, expected_call, expected_answer):
+    new_template = multimodal(TEMPLATES[family])
+    expected = [expected_call, expected_answer + END_OF_TURN[family]]
+    actual = marked(new_template, chat_families.TOOL_CALL, tools=[chat_families.WEATHER])
+    assert actual == expected
 
 
-@pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
-def test_marks_from_trl_are_used_where_we_have_no_edit(name):
-    new, has_marks = multimodal_chat_template(families.SHIPPED[name])
-    assert has_marks
-    first, second = marked(new, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
-    assert "A kite." in first and first.rstrip().endswith(">") and "What?" not in first
-    assert "Two." in second and "And?" not in second
+@pytest.mark.parametrize(
+    "family",
+    ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"],
+)
+def test_marks_from_trl_are_used_where_we_have_no_edit(family):
+    new_template, is_marked = multimodal_chat_template(chat_families.SHIPPED[family])
+    assert is_marked
+
+    messages = parts(chat("What?", "A kite.", "And?", "Two."), IMAGE_PART)
+    first_answer, second_answer = marked(new_template, messages)
+    assert "A kite." in first_answer
+    assert first_answer.rstrip().endswith(">")
+    assert "What?" not in first_answer
+    assert "Two." in second_answer
+    assert "And?" not in second_answer
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_think", "deepseek_r1_distill", "deepseekv3", "gptoss"])
-def test_marks_that_would_change_the_text_are_not_used(name):
-    new, has_marks = multimodal_chat_template(families.SHIPPED[name])
-    assert not has_marks and "generation %}" not in new
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_5_think", "deepseek_r1_distill", "deepseekv3", "gptoss"],
+)
+def test_marks_that_would_change_the_text_are_not_used(family):
+    new_template, is_marked = multimodal_chat_template(chat_families.SHIPPED[family])
+    assert not is_marked
+    assert "generation %}" not in new_template
 
 
 ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    ("right_part", "wrong_part"),
     [
-        (ANSWER, "{{ message['content'] }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"),
-        (ANSWER, "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"),
-        ("{%- else %}{{ message['content'] + '<|im_end|>' }}", "{%- else %}" + ANSWER),
+        pytest.param(
+            ANSWER,
+            "{{ message['content'] }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}",
+            id="answer left out",
+        ),
+        pytest.param(
+            ANSWER,
+            "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+            id="end of turn left out",
+        ),
+        pytest.param(
+            "{%- else %}{{ message['content'] + '<|im_end|>' }}",
+            "{%- else %}" + ANSWER,
+            id="questions marked",
+        ),
     ],
-    ids=["answer left out", "end of turn left out", "questions marked"],
 )
-def test_wrong_marks_of_a_template_itself_are_not_claimed(old, new):
-    right = multimodal_chat_template(SMOLLM2)[0]
-    assert right.count(old) == 1 and multimodal_chat_template(right)[1]
-    assert not multimodal_chat_template(right.replace(old, new))[1]
+def test_wrong_marks_of_a_template_itself_are_not_claimed(right_part, wrong_part):
+    right_template = multimodal(SMOLLM2)
+    assert right_template.count(right_part) == 1
+    assert has_marks(right_template)
+    assert not has_marks(right_template.replace(right_part, wrong_part))
 
 
-CHATML = (
+MARKED_CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}" + ANSWER + "{% else %}"
     "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
-NO_TOOLS = (
-    "{% if message['role'] == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ '<|im_start|>'"
+PROMPT = "{{ '<|im_start|>assistant\n' }}"
+REFUSES_TOOLS = "{% if message['role'] == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+MARKS_TOOLS = "{% if tools %}{% generation %}{{ 'tools' }}{% endgeneration %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("edits", "expected"),
+    [
+        pytest.param(
+            {},
+            True,
+            id="nothing",
+        ),
+        pytest.param(
+            {PROMPT + "{% endif %}": PROMPT + "{% else %}{{ 'So long.' }}{% endif %}"},
+            True,
+            id="text behind the last turn",
+        ),
+        pytest.param(
+            {PROMPT: PROMPT.replace("assistant", "ASSISTANT")},
+            False,
+            id="another generation prompt",
+        ),
+        pytest.param(
+            {"in messages": "in messages[-1:]"},
+            False,
+            id="only the last turn is printed",
+        ),
+        pytest.param(
+            {"{% for message": MARKS_TOOLS + "{% for message"},
+            False,
+            id="tools are marked too",
+        ),
+        pytest.param(
+            {
+                "{{ '<|im_start|>'": REFUSES_TOOLS + "{{ '<|im_start|>'",
+                "== 'assistant'": "== 'assistant' and loop.index0 < 3",
+                "['content']": "['content'].strip()",
+            },
+            False,
+            id="only first answers are marked, and trimmed",
+        ),
+    ],
 )
-OF_TOOLS = "{% if tools %}{% generation %}{{ 'tools' }}{% endgeneration %}{% endif %}{% for message"
-EDITS = {
-    "nothing": ({}, True),
-    "text behind the last turn": (
-        {PROMPT: PROMPT[:-11] + "{% else %}{{ 'So long.' }}{% endif %}"},
-        True,
-    ),
-    "another generation prompt": ({PROMPT: PROMPT.replace("assistant", "ASSISTANT")}, False),
-    "the last turn alone is printed": ({"in messages": "in messages[-1:]"}, False),
-    "tools are marked too": ({"{% for message": OF_TOOLS}, False),
-    "first answers alone are marked, and trimmed": (
-        {
-            "{{ '<|im_start|>'": NO_TOOLS,
-            "== 'assistant'": "== 'assistant' and loop.index0 < 3",
-            "['content']": "['content'].strip()",
-        },
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", EDITS)
-def test_marks_are_those_of_every_answer_and_end_where_a_generation_prompt_begins(kind):
-    edits, holds = EDITS[kind]
-    template = CHATML
-    for old, new in edits.items():
-        assert old in template
-        template = template.replace(old, new)
-    assert multimodal_chat_template(template)[1] == holds
+def test_marks_are_those_of_every_answer_and_end_where_a_generation_prompt_begins(edits, expected):
+    template = MARKED_CHATML
+    for old_part, new_part in edits.items():
+        assert old_part in template
+        template = template.replace(old_part, new_part)
+    assert has_marks(template) == expected
 
 
 @pytest.mark.parametrize("printed", ["<image>", "<image><image>What is this?", "What is this?"])
 def test_a_template_that_prints_parts_otherwise_is_no_reader_of_images(printed):
-    lists = (
-        f"{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}{printed}{{% endif %}}"
+    template = (
+        "{% for m in messages %}"
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        + printed
+        + "{% endif %}{{ '<|im_end|>' }}{% endfor %}"
     )
-    template = f"{{% for m in messages %}}{lists}{{{{ '<|im_end|>' }}}}{{% endfor %}}"
-    new = multimodal_chat_template(template)[0]
-    assert render(new, parts(chat("Why?"), {"type": "image"})) == "<image>Why?<|im_end|>"
+    text = render(multimodal(template), parts(chat("Why?"), IMAGE_PART))
+    assert text == "<image>Why?<|im_end|>"
 
 
-def test_a_template_that_cannot_be_read_is_refused_and_one_that_refuses_a_conversation_is_not():
+def test_a_template_that_cannot_be_read_is_refused():
     with pytest.raises(ValueError, match="not valid Jinja: TemplateSyntaxError"):
         multimodal_chat_template("{% if %}" + SMOLLM2)
-    refusing = "{{ raise_exception('no') }}"
-    template, has_marks = multimodal_chat_template(refusing)
-    assert template.endswith(refusing) and not has_marks
 
 
-def test_conversations_are_compared_with_tools_and_prompts_and_in_parts():
-    def difference(first, second, lists=False):
-        return chat_template._difference(first, second, lists)
+def test_a_template_that_refuses_every_conversation_is_kept_without_marks():
+    refusing_template = "{{ raise_exception('no') }}"
+    new_template, is_marked = multimodal_chat_template(refusing_template)
+    assert new_template.endswith(refusing_template)
+    assert not is_marked
 
-    def constant(messages, tools, prompt):
-        return "same"
 
-    def of_parts(messages, tools, prompt):
-        return "same" if isinstance(messages[0]["content"], str) else "parts"
+def print_constant(messages, tools, prompt):
+    return "same"
 
-    def of_tools(messages, tools, prompt):
-        return "tools" if tools else "same"
 
-    def of_prompts(messages, tools, prompt):
-        return "prompt" if prompt else "same"
+def print_parts_otherwise(messages, tools, prompt):
+    return "same" if isinstance(messages[0]["content"], str) else "parts"
 
-    assert difference(constant, constant, lists=True) is difference(of_parts, constant) is None
-    assert difference(of_parts, constant, lists=True) is not None
-    assert "tool" in difference(of_tools, constant)
-    assert difference(of_prompts, constant) is not None
+
+def print_tools_otherwise(messages, tools, prompt):
+    return "tools" if tools else "same"
+
+
+def print_prompts_otherwise(messages, tools, prompt):
+    return "prompt" if prompt else "same"
+
+
+def difference(first, second, lists=False):
+    return chat_template._difference(first, second, lists)
+
+
+def test_conversations_are_compared_in_parts_if_that_is_asked():
+    assert difference(print_parts_otherwise, print_constant) is None
+    assert difference(print_parts_otherwise, print_constant, lists=True) is not None
+    assert difference(print_constant, print_constant, lists=True) is None
+
+
+def test_conversations_are_compared_with_tools_and_prompts():
+    assert "tool" in difference(print_tools_otherwise, print_constant)
+    assert difference(print_prompts_otherwise, print_constant) is not None
 
 
 def test_marks_need_an_end_of_turn():
-    assert not multimodal_chat_template(families.LLAVA_15)[1]
-    assert not multimodal_chat_template(None, special_tokens={"bos_token": "<s>"})[1]
+    assert not has_marks(chat_families.LLAVA_15)
+    assert not has_marks(None, special_tokens={"bos_token": "<s>"})
+
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+)
 
 
 def test_vicuna_written_out():
-    system = "A chat between a curious user and an artificial intelligence assistant. "
-    system += "The assistant gives helpful, detailed, and polite answers to the user's questions. "
-    new, has_marks = multimodal_chat_template(None)
-    assert has_marks
-    messages = parts(chat("What?", "A kite.", "And?"), {"type": "image"})
-    assert render(new, messages, add_generation_prompt=True) == (
-        f"<s>{system}USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
-    )
-    assert render(new, chat(("system", "Be kind."), "What?")) == "<s>Be kind. USER: What? "
-    assert render(new, chat(("system", ""), "What?")) == "<s>USER: What? "
-    assert marked(new, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
+    template = multimodal(None)
+    messages = parts(chat("What?", "A kite.", "And?"), IMAGE_PART)
+    text = render(template, messages, add_generation_prompt=True)
+    turns = "USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
+    assert text == f"<s>{VICUNA_SYSTEM}{turns}"
+
+
+def test_vicuna_with_a_system_turn():
+    template = multimodal(None)
+    with_system = chat(("system", "Be kind."), "What?")
+    assert render(template, with_system) == "<s>Be kind. USER: What? "
+    with_empty_system = chat(("system", ""), "What?")
+    assert render(template, with_empty_system) == "<s>USER: What? "
+
+
+def test_vicuna_marks_answers():
+    template, is_marked = multimodal_chat_template(None)
+    assert is_marked
+    messages = chat("What?", "A kite.", "And?", "Two.")
+    assert marked(template, messages) == [" A kite.</s>", " Two.</s>"]
+
+
+def test_vicuna_has_no_tools():
     with pytest.raises(Exception, match="'tool'"):
-        render(new, families.TOOL_CALL)
+        render(multimodal(None), chat_families.TOOL_CALL)
 
 
-@pytest.mark.parametrize("rank, told", [(None, 1), ("0", 1), ("1", 0)])
-def test_of_several_processes_the_first_tells_what_the_template_now_prints(
-    tmp_path, monkeypatch, caplog, rank, told
+@pytest.mark.parametrize(
+    ("rank", "warning_count"),
+    [
+        (None, 1),
+        ("0", 1),
+        ("1", 0),
+    ],
+)
+def test_of_several_processes_the_first_says_what_the_template_now_prints(
+    tmp_path, monkeypatch, caplog, rank, warning_count
 ):
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    processor = built(tmp_path, families.adding_tokenizer(["<s>"]), SMOLLM2)
+    processor = built(tmp_path, chat_families.adding_tokenizer(["<s>"]), SMOLLM2)
     assert processor.apply_chat_template(chat("Hi")).startswith("<s>")
-    assert caplog.text.count("The tokenizer put '<s>' before a text") == told
+    warning = "The tokenizer put '<s>' before a text"
+    assert caplog.text.count(warning) == warning_count

@@ -1,4 +1,4 @@
-"""`normalign gain`: N_text from the embedding tensor alone, against numpy, wherever it lies."""
+"""`normalign gain`: N_text from only the embedding tensor, against numpy, wherever it lies."""
 
 import json
 from dataclasses import asdict
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.slow
 NAME = "model.embed_tokens.weight"
 
 
-def table(rows=5000, width=24, seed=0) -> torch.Tensor:
+def embedding_matrix(row_count=5000, width=24, seed=0) -> torch.Tensor:
     """An embedding matrix with rows of very different norms, two of them zero."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, width, generator=generator)
-    weight *= torch.rand(rows, 1, generator=generator) * 3
-    weight[[3, rows - 1]] = 0
+    weight = torch.randn(row_count, width, generator=generator)
+    weight *= torch.rand(row_count, 1, generator=generator) * 3
+    weight[[3, row_count - 1]] = 0
     return weight
 
 
-def store(folder, **tensors):
+def write_model(folder, tensors: dict) -> str:
     """A folder with these tensors, of a model that transformers does not know."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "not_known_yet"}')
@@ -37,117 +37,229 @@ def store(folder, **tensors):
     return str(folder)
 
 
-def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
-    """The norms of the rows that count, by numpy in float64."""
-    all_norms = np.sqrt((weight.double().numpy() ** 2).sum(1))
-    places = np.array([i for i in range(len(all_norms)) if all_norms[i] > 0 and i not in exclude])
-    norms = all_norms[places]
-    order = np.argsort(-norms)[: len(statistics.top)]
-    assert statistics.mean == pytest.approx(norms.mean(), rel=1e-12)
-    assert statistics.n_text == pytest.approx(norms.mean() * scale, rel=1e-12)
+def norms_by_numpy(weight, excluded_rows):
+    """The rows that count and their norms, in float64."""
+    squares = weight.double().numpy() ** 2
+    all_norms = np.sqrt(squares.sum(axis=1))
+    is_counted = all_norms > 0
+    is_counted[list(excluded_rows)] = False
+    counted_rows = np.flatnonzero(is_counted)
+    return counted_rows, all_norms[counted_rows]
+
+
+def assert_measures(statistics, weight, *, scale=1.0, excluded_rows=()):
+    """Compares the norms of the rows that count with numpy's."""
+    counted_rows, norms = norms_by_numpy(weight, excluded_rows)
+    expected_mean = norms.mean()
+    assert statistics.mean == pytest.approx(expected_mean, rel=1e-12)
+    assert statistics.n_text == pytest.approx(expected_mean * scale, rel=1e-12)
     assert statistics.std == pytest.approx(norms.std(), rel=1e-12)
     assert statistics.scale == pytest.approx(scale)
-    assert statistics.hidden_size == weight.shape[1]
-    assert statistics.rows == len(norms)
-    assert statistics.zero_rows == weight.shape[0] - len(norms) - len(exclude)
-    assert statistics.excluded_rows == len(exclude)
-    assert [token.id for token in statistics.top] == places[order].tolist()
-    np.testing.assert_allclose([token.norm for token in statistics.top], norms[order], rtol=1e-12)
+
+    row_count, width = weight.shape
+    counted = len(counted_rows)
+    excluded = len(excluded_rows)
+    assert statistics.hidden_size == width
+    assert statistics.rows == counted
+    assert statistics.excluded_rows == excluded
+    assert statistics.zero_rows == row_count - counted - excluded
+
+    largest_first = np.argsort(-norms)
+    largest = largest_first[: len(statistics.top)]
+    top_ids = [token.id for token in statistics.top]
+    assert top_ids == counted_rows[largest].tolist()
+    top_norms = [token.norm for token in statistics.top]
+    np.testing.assert_allclose(top_norms, norms[largest], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_the_language_model_s_table_in_every_dtype(tmp_path, dtype):
-    weight = table().to(dtype)
-    name = "model.language_model.embed_tokens.weight"
-    tensors = {name: weight, "model.vision.word_embeddings.weight": table(seed=1)}
-    tensors["model.layers.61.embed_tokens.weight"] = table(seed=2)
-    statistics = embedding_statistics(store(tmp_path, **tensors), top=7)
+    weight = embedding_matrix().to(dtype)
+    expected_name = "model.language_model.embed_tokens.weight"
+    tensors = {
+        expected_name: weight,
+        "model.vision.word_embeddings.weight": embedding_matrix(seed=1),
+        "model.layers.61.embed_tokens.weight": embedding_matrix(seed=2),
+    }
+    statistics = embedding_statistics(write_model(tmp_path, tensors), top=7)
     assert_measures(statistics, weight)
-    assert statistics.tensor == name and len(statistics.top) == 7
+    assert statistics.tensor == expected_name
+    assert len(statistics.top) == 7
     assert statistics.model_type is None
-    assert statistics.gain == pytest.approx(statistics.n_text / 24**0.5, rel=1e-12)
+    expected_gain = statistics.n_text / 24**0.5
+    assert statistics.gain == pytest.approx(expected_gain, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    "kind, name", [("llama", "embed_tokens"), ("gpt2", "wte"), ("gpt_neox", "embed_in")]
+    ("kind", "module_name"),
+    [
+        ("llama", "embed_tokens"),
+        ("gpt2", "wte"),
+        ("gpt_neox", "embed_in"),
+    ],
 )
-def test_language_models_as_transformers_saves_them(tmp_path, kind, name):
-    config = tiny.text_config(cls=CONFIG_MAPPING[kind], n_embd=32, n_layer=1, n_head=2)
+def test_language_models_as_transformers_saves_them(tmp_path, kind, module_name):
+    config = tiny.text_config(
+        cls=CONFIG_MAPPING[kind],
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+    )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     statistics = embedding_statistics(str(tmp_path))
-    assert statistics.tensor.endswith(f".{name}.weight") and statistics.model_type == kind
-    assert_measures(statistics, model.get_input_embeddings().weight.detach())
-
-
-@pytest.mark.parametrize("make, legacy", [(tiny.model, False), (tiny.llava, True)])
-def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, legacy):
-    model = make()
-    weight = model.get_input_embeddings().weight
-    with torch.no_grad():
-        weight[tiny.IMAGE] *= 9  # the largest
-        weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]  # vocabulary padding, as the build makes it
-        weight[:5] = 0
-    model.save_pretrained(tmp_path, save_original_format=legacy)
-    excluded = (tiny.IMAGE, tiny.IMAGE + 1)
-    assert_measures(embedding_statistics(str(tmp_path)), weight.detach(), exclude=excluded)
+    assert statistics.tensor.endswith(f".{module_name}.weight")
+    assert statistics.model_type == kind
+    embeddings = model.get_input_embeddings().weight.detach()
+    assert_measures(statistics, embeddings)
 
 
 @pytest.mark.parametrize(
-    "text, scale",
+    ("make_model", "legacy"),
     [
-        (tiny.text_config(), 1.0),
-        (tiny.text_config(cls=CONFIG_MAPPING["gemma2"]), tiny.WIDTH**0.5),
-        (tiny.text_config(cls=CONFIG_MAPPING["granite"], embedding_multiplier=12.0), 12.0),
+        pytest.param(tiny.model, False, id="normalign-llava"),
+        pytest.param(tiny.llava, True, id="llava"),
     ],
 )
-def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, scale):
-    model = tiny.model(text=text)
+def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make_model, legacy):
+    model = make_model()
+    image_row = tiny.IMAGE
+    padding_row = tiny.IMAGE + 1
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[image_row] *= 9  # the largest
+        # Vocabulary padding, as the build makes it.
+        weight[padding_row] = weight[image_row]
+        weight[:5] = 0
+    model.save_pretrained(tmp_path, save_original_format=legacy)
+    statistics = embedding_statistics(str(tmp_path))
+    assert_measures(statistics, weight.detach(), excluded_rows=(image_row, padding_row))
+
+
+@pytest.mark.parametrize(
+    ("text_config", "scale"),
+    [
+        pytest.param(
+            tiny.text_config(),
+            1.0,
+            id="llama",
+        ),
+        pytest.param(
+            tiny.text_config(cls=CONFIG_MAPPING["gemma2"]),
+            tiny.WIDTH**0.5,
+            id="gemma2",
+        ),
+        pytest.param(
+            tiny.text_config(cls=CONFIG_MAPPING["granite"], embedding_multiplier=12.0),
+            12.0,
+            id="granite",
+        ),
+    ],
+)
+def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text_config, scale):
+    model = tiny.model(text=text_config)
     n_text = model.align_projector_norm()
     model.save_pretrained(tmp_path)
     statistics = embedding_statistics(str(tmp_path))
     weight = model.get_input_embeddings().weight.detach()
-    assert_measures(statistics, weight, scale=scale, exclude=(tiny.IMAGE,))
+    assert_measures(statistics, weight, scale=scale, excluded_rows=(tiny.IMAGE,))
     assert statistics.n_text == pytest.approx(n_text, rel=1e-12)
     gain = model.model.multi_modal_projector.norm.weight
     torch.testing.assert_close(gain[0].item(), statistics.gain)
 
 
-def test_tokens_of_largest_norm_are_named_if_the_tokenizer_has_them(tmp_path):
+LARGEST_ROWS = [70, 120, 4]
+
+
+@pytest.fixture
+def language(tmp_path):
+    """A language model with `LARGEST_ROWS`; its tokenizer has no token 120."""
     language = tiny_parts.language(tmp_path / "language", rows=128)
-    tokenizer = AutoTokenizer.from_pretrained(language)
     model = AutoModelForCausalLM.from_pretrained(language)
     with torch.no_grad():
-        model.get_input_embeddings().weight[[70, 120, 4]] *= torch.tensor([[9.0], [8.0], [7.0]])
+        factors = torch.tensor([[9.0], [8.0], [7.0]])
+        model.get_input_embeddings().weight[LARGEST_ROWS] *= factors
     model.save_pretrained(language)
+    return language
+
+
+def test_tokens_of_largest_norm_are_named_if_the_tokenizer_has_them(language):
+    tokenizer = AutoTokenizer.from_pretrained(language)
+    assert len(tokenizer) < 120
+    assert tokenizer.decode([70]) == "c"
     statistics = embedding_statistics(language, top=3)
-    named = [(token.id, token.text) for token in statistics.top]
-    assert named == [(70, tokenizer.decode([70])), (120, None), (4, tokenizer.decode([4]))]
-    assert len(tokenizer) < 120 and named[0][1] == "c"
-    numbers, largest = statistics.tables()
-    assert [*largest.columns[0].cells] == ["70", "120", "4"]
-    assert [*largest.columns[1].cells] == ["'c'", "", repr(named[2][1])]
-    norms = model.get_input_embeddings().weight.norm(dim=1)
-    assert [*largest.columns[2].cells] == [f"{norms[row]:.3f}" for row in (70, 120, 4)]
-    assert len(embedding_statistics(language, top=0).tables()) == 1
-    everything = embedding_statistics(language, top=1000)
-    assert len(everything.top) == everything.rows == 128 - everything.zero_rows
+    top_ids = [token.id for token in statistics.top]
+    assert top_ids == LARGEST_ROWS
+    top_texts = [token.text for token in statistics.top]
+    assert top_texts == ["c", None, tokenizer.decode([4])]
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path):
-    two = {f"{part}.embed_tokens.weight": table() for part in ("encoder", "decoder")}
-    for tensors, message in (
-        (two, "2 tensors.*Name a language"),
-        ({"vision_model.patch_embedding.weight": table()}, "0 tensors .*none called.*Name a lang"),
-        ({NAME: torch.ones(8, 8, dtype=torch.uint8)}, "quantized .*uint8.*Load it in full prec"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            embedding_statistics(store(tmp_path, **tensors))
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
+def test_tokens_of_largest_norm_are_printed(language):
+    _, largest_table = embedding_statistics(language, top=3).tables()
+    id_column, text_column, norm_column = largest_table.columns
+    assert list(id_column.cells) == ["70", "120", "4"]
+
+    tokenizer = AutoTokenizer.from_pretrained(language)
+    last_text = tokenizer.decode([4])
+    assert list(text_column.cells) == ["'c'", "", repr(last_text)]
+
+    model = AutoModelForCausalLM.from_pretrained(language)
+    embeddings = model.get_input_embeddings().weight
+    norms = embeddings.norm(dim=1)
+    expected_norms = [f"{norms[row]:.3f}" for row in LARGEST_ROWS]
+    assert list(norm_column.cells) == expected_norms
+
+
+def test_no_token_or_every_token_may_be_listed(language):
+    without_tokens = embedding_statistics(language, top=0)
+    assert len(without_tokens.tables()) == 1
+
+    statistics = embedding_statistics(language, top=1000)
+    assert len(statistics.top) == statistics.rows
+    assert statistics.rows == 128 - statistics.zero_rows
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        pytest.param(
+            {
+                "encoder.embed_tokens.weight": embedding_matrix(),
+                "decoder.embed_tokens.weight": embedding_matrix(),
+            },
+            "2 tensors.*Name a language",
+            id="two",
+        ),
+        pytest.param(
+            {"vision_model.patch_embedding.weight": embedding_matrix()},
+            "0 tensors .*none called.*Name a lang",
+            id="none",
+        ),
+        pytest.param(
+            {NAME: torch.ones(8, 8, dtype=torch.uint8)},
+            "quantized .*uint8.*Load it in full prec",
+            id="quantized",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_measured_are_refused(tmp_path, tensors, message):
+    model_path = write_model(tmp_path, tensors)
+    with pytest.raises(ValueError, match=message):
+        embedding_statistics(model_path)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path):
+    write_model(tmp_path, {NAME: torch.ones(8, 8)})
+    weights_path = tmp_path / "model.safetensors"
+    content = weights_path.read_bytes()
+    weights_path.write_bytes(content[:-10])
     with pytest.raises(ValueError, match="model.safetensors cannot be loaded.*Save or fetch"):
         embedding_statistics(str(tmp_path))
-    file.rename(tmp_path / "pytorch_model.bin")
+
+
+def test_weights_that_are_not_in_safetensors_are_refused(tmp_path):
+    write_model(tmp_path, {NAME: torch.ones(8, 8)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="no weights in safetensors.*save it again"):
         embedding_statistics(str(tmp_path))
 
@@ -161,53 +273,78 @@ print(json.dumps(asdict(embedding_statistics(sys.argv[1], top=3))))
 
 
 def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepared, tmp_path):
-    sizes = dict(vocab_size=997, hidden_size=64, intermediate_size=4096, num_hidden_layers=3)
-    model = AutoModelForCausalLM.from_config(tiny.text_config(**sizes))
-    model.save_pretrained(tmp_path / "model", max_shard_size="1MB")
-    repository = hub.serve("acme/model.v1", tmp_path / "model")
+    model_path = tmp_path / "model"
+    config = tiny.text_config(
+        vocab_size=997,
+        hidden_size=64,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(model_path, max_shard_size="1MB")
+    repository = hub.serve("acme/model.v1", model_path)
     client = prepared.run(["-c", CLIENT, "acme/model.v1"])
     assert client.returncode == 0, client.stderr
-    local = json.loads(json.dumps(asdict(embedding_statistics(str(tmp_path / "model"), top=3))))
-    assert json.loads(client.stdout) == {**local, "model": "acme/model.v1"}
-    weights = {path for path in repository.files() if path.endswith(".safetensors")}
-    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
-    sent = {path.removeprefix("acme/model.v1/") for path in hub.sent}
-    assert sent & weights == {index["weight_map"][NAME]} < weights
+
+    local_statistics = asdict(embedding_statistics(str(model_path), top=3))
+    expected = json.loads(json.dumps(local_statistics)) | {"model": "acme/model.v1"}
+    assert json.loads(client.stdout) == expected
+
+    weight_files = {path for path in repository.files() if path.endswith(".safetensors")}
+    sent_files = {path.removeprefix("acme/model.v1/") for path in hub.sent}
+    index = json.loads((model_path / "model.safetensors.index.json").read_text())
+    file_with_embeddings = index["weight_map"][NAME]
+    assert sent_files & weight_files == {file_with_embeddings}
+    assert len(weight_files) > 1
 
 
 def test_norms_without_a_configuration_are_taken_as_they_are():
     norms = torch.linspace(1, 3, 21, dtype=torch.float64)
     statistics = statistics_of("model", "table", norms, 16, None, None)
-    assert (statistics.scale, statistics.model_type, statistics.rows) == (1.0, None, 21)
-    assert statistics.mean == statistics.n_text == pytest.approx(2.0, rel=1e-12)
+    assert statistics.scale == 1.0
+    assert statistics.model_type is None
+    assert statistics.rows == 21
+    assert statistics.mean == pytest.approx(2.0, rel=1e-12)
+    assert statistics.n_text == statistics.mean
     assert statistics.gain == pytest.approx(0.5, rel=1e-12)
-    largest = [*range(20, 10, -1)]
-    assert [(token.id, token.text) for token in statistics.top] == [(row, None) for row in largest]
+
+    top_ids = [token.id for token in statistics.top]
+    assert top_ids == list(range(20, 10, -1))
+    top_texts = [token.text for token in statistics.top]
+    assert top_texts == [None] * 10
 
 
 def test_of_a_repository_the_commit_that_is_named_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--acme--lm"
-    for folder in ("snapshots", "refs"):
-        (repository / folder).mkdir(parents=True)
-    earlier = "a" * 40
-    latest = "b" * 40
-    tables = {earlier: table(rows=30), latest: table(rows=40, seed=1)}
-    for commit, weight in tables.items():
-        store(repository / "snapshots" / commit, **{NAME: weight})
-    (repository / "refs" / "main").write_text(latest)
-    assert_measures(embedding_statistics("acme/lm", revision=earlier), tables[earlier])
-    statistics = embedding_statistics("acme/lm")
-    assert_measures(statistics, tables[latest])
-    assert len(statistics.top) == 10
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    earlier_commit = "a" * 40
+    latest_commit = "b" * 40
+    earlier_weight = embedding_matrix(row_count=30)
+    latest_weight = embedding_matrix(row_count=40, seed=1)
+    write_model(repository / "snapshots" / earlier_commit, {NAME: earlier_weight})
+    write_model(repository / "snapshots" / latest_commit, {NAME: latest_weight})
+    (repository / "refs" / "main").write_text(latest_commit)
+
+    earlier_statistics = embedding_statistics("acme/lm", revision=earlier_commit)
+    assert_measures(earlier_statistics, earlier_weight)
+    latest_statistics = embedding_statistics("acme/lm")
+    assert_measures(latest_statistics, latest_weight)
+    assert len(latest_statistics.top) == 10
 
 
 @pytest.mark.parametrize(
-    "name", ["embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"]
+    "module_name",
+    ["embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"],
 )
-def test_every_usual_name_of_an_embedding_table_is_known(tmp_path, name):
-    weight = table(rows=20, width=4)
-    other = table(rows=20, width=4, seed=1)
-    tensors = {f"model.{name}.weight": weight, f"model.pre_{name}.weight": other}
-    tensors[f"model.layers.61.{name}.weight"] = other + 1  # of a layer that predicts further tokens
-    assert_measures(embedding_statistics(store(tmp_path, **tensors)), weight)
+def test_every_usual_name_of_an_embedding_table_is_known(tmp_path, module_name):
+    weight = embedding_matrix(row_count=20, width=4)
+    other_weight = embedding_matrix(row_count=20, width=4, seed=1)
+    tensors = {
+        f"model.{module_name}.weight": weight,
+        f"model.pre_{module_name}.weight": other_weight,
+        # Of a layer that predicts further tokens.
+        f"model.layers.61.{module_name}.weight": other_weight + 1,
+    }
+    assert_measures(embedding_statistics(write_model(tmp_path, tensors)), weight)

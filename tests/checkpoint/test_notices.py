@@ -11,8 +11,13 @@ from normalign_llava.checkpoint.notices import (
 )
 
 
-NOTICES = ["LICENSE", "LICENSE-MIT", "LICENSE.MIT", "License 2.txt", "licenses.rst", "Copyright"]
-NOTICES += [
+NOTICES = [
+    "LICENSE",
+    "LICENSE-MIT",
+    "LICENSE.MIT",
+    "License 2.txt",
+    "licenses.rst",
+    "Copyright",
     "licence_model.md",
     "NOTICES.TXT",
     "Notice.Txt",
@@ -20,49 +25,93 @@ NOTICES += [
     "use_policy",
     "LICENCES-2.0",
 ]
-OTHERS = ["license.yaml", "LICENSED.txt", "NOTE.txt", "UNLICENSE", "LICENSE.tar.gz", "licensetext"]
-OTHERS += ["COPYING.py", "use_policies.md"]
+OTHER_FILES = [
+    "license.yaml",
+    "LICENSED.txt",
+    "NOTE.txt",
+    "UNLICENSE",
+    "LICENSE.tar.gz",
+    "licensetext",
+    "COPYING.py",
+    "use_policies.md",
+]
 
 
 def test_notices_are_known_by_their_names(tmp_path):
-    for name in (*NOTICES, *OTHERS):
-        (tmp_path / name).write_text(name)
+    for file_name in (*NOTICES, *OTHER_FILES):
+        (tmp_path / file_name).write_text(file_name)
     (tmp_path / "LICENSE.md").mkdir()
-    expected = {name: name.encode() for name in NOTICES}
-    found = fetch_part_notices(str(tmp_path), None)
-    assert found == expected and [*found] == sorted(found)
+
+    expected = {}
+    for file_name in sorted(NOTICES):
+        expected[file_name] = file_name.encode()
+    fetched = fetch_part_notices(str(tmp_path), None)
+    assert fetched == expected
+    assert list(fetched) == list(expected)
 
 
-def test_notices_are_small(tmp_path):
+@pytest.fixture
+def large_notice(tmp_path):
+    """A folder with LICENSE of the largest size that is read, and NOTICE of one byte more."""
     (tmp_path / "LICENSE").write_bytes(b"x" * LARGEST_NOTICE)
     (tmp_path / "NOTICE").write_bytes(b"x" * (LARGEST_NOTICE + 1))
-    assert fetch_part_notices(str(tmp_path), None).keys() == {"LICENSE"}
-    for name in ("LICENSE", "NOTICE"):
-        write_notices(tmp_path, {place_of("vision", name): (tmp_path / name).read_bytes()})
-    named = {"notices": ["notices/vision/LICENSE", "notices/vision/NOTICE"]}
-    assert fetch_notices(named, str(tmp_path)).keys() == {"notices/vision/LICENSE"}
+    return tmp_path
+
+
+def test_notices_of_a_part_are_small(large_notice):
+    assert fetch_part_notices(str(large_notice), None).keys() == {"LICENSE"}
+
+
+def test_notices_of_a_checkpoint_are_small(large_notice):
+    license_place = place_of("vision", "LICENSE")
+    notice_place = place_of("vision", "NOTICE")
+    write_notices(large_notice, {license_place: (large_notice / "LICENSE").read_bytes()})
+    write_notices(large_notice, {notice_place: (large_notice / "NOTICE").read_bytes()})
+    record = {"notices": ["notices/vision/LICENSE", "notices/vision/NOTICE"]}
+    fetched = fetch_notices(record, str(large_notice))
+    assert fetched.keys() == {"notices/vision/LICENSE"}
 
 
 def test_notices_are_carried_from_checkpoint_to_checkpoint(tmp_path):
-    paths = {place_of(part, name) for part in ("vision", "language") for name in NOTICES}
-    written = {path: path.encode() for path in paths}
-    write_notices(tmp_path, written)
-    assert {path: (tmp_path / path).read_bytes() for path in paths} == written
-    assert fetch_notices({"notices": sorted(paths)}, str(tmp_path)) == written
-    for path in ("notices/other/LICENSE", "notices/LICENSE", "notices/vision/a/LICENSE"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("not where one is put")
-        assert fetch_notices({"notices": [path]}, str(tmp_path)) == {}
+    expected = {}
+    for part in ("vision", "language"):
+        for file_name in NOTICES:
+            place = place_of(part, file_name)
+            expected[place] = place.encode()
+    write_notices(tmp_path, expected)
+    for place, content in expected.items():
+        assert (tmp_path / place).read_bytes() == content
 
-
-def test_a_hub_that_cannot_be_asked_for_notices_is_told_of(caplog):
-    assert fetch_part_notices("user/model", None) == {}
-    (line,) = caplog.messages
-    assert "user/model" in line
+    record = {"notices": sorted(expected)}
+    assert fetch_notices(record, str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(
-    "build", [None, {}, {"notices": None}, {"notices": {"a": 1}}, {"notices": [3]}]
+    "place",
+    ["notices/other/LICENSE", "notices/LICENSE", "notices/vision/a/LICENSE"],
 )
-def test_a_record_without_a_list_of_notices_has_none(tmp_path, build):
-    assert fetch_notices(build, str(tmp_path)) == {}
+def test_a_notice_where_none_is_put_is_left_out(tmp_path, place):
+    notice_path = tmp_path / place
+    notice_path.parent.mkdir(parents=True)
+    notice_path.write_text("not where one is put")
+    assert fetch_notices({"notices": [place]}, str(tmp_path)) == {}
+
+
+def test_a_hub_that_cannot_be_asked_for_notices_gives_a_warning(caplog):
+    assert fetch_part_notices("user/model", None) == {}
+    (warning,) = caplog.messages
+    assert "user/model" in warning
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        {},
+        {"notices": None},
+        {"notices": {"a": 1}},
+        {"notices": [3]},
+    ],
+)
+def test_a_record_without_a_list_of_notices_has_none(tmp_path, record):
+    assert fetch_notices(record, str(tmp_path)) == {}

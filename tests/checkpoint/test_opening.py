@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -57,48 +58,104 @@ def git(folder, *words):
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
+def read_json(json_path) -> dict:
+    return json.loads(json_path.read_text())
+
+
+def update_json(json_path, changes: dict) -> None:
+    json_path.write_text(json.dumps(read_json(json_path) | changes))
+
+
 def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_path):
-    vision = tiny_parts.vision(tmp_path / "vision")
-    language = tiny_parts.language(tmp_path / "language")
-    terms = "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt"
-    (tmp_path / "language" / "README.md").write_text(f"---\n{terms}\n---\n")
-    (tmp_path / "language" / "LICENSE.txt").write_text("of the language model")
-    (tmp_path / "vision" / "NOTICE").write_text("of the encoder")
-    (tmp_path / "vision" / "LICENSE").write_text("x" * (2**20 + 1))  # no licence is so long
-    (tmp_path / "vision" / "licenses").mkdir()
-    (tmp_path / "vision" / "licenses" / "MIT.txt").write_text("in a folder")
-    hub.serve("user/vit", Path(vision))
-    hub.serve("user/lm", Path(language))
-    assert prepared.run(["-c", BUILD, "user/vit", "user/lm", tmp_path / "built"]).returncode == 0
-    commits = [hub.repository(name).commit for name in ("user/vit", "user/lm")]
-    link = f"{hub.url}/user/lm/blob/{commits[1]}/LICENSE.txt"
-    record = json.loads((tmp_path / "built" / "build.json").read_text())
-    assert [record["vision_revision"], record["language_revision"]] == commits
-    licence = {"license": "other", "license_name": "llama3.2", "license_link": link}
-    assert record["licenses"] == {"vision": None, "language": licence}
-    texts = {path: (tmp_path / "built" / path).read_text() for path in record["notices"]}
-    expected = {"notices/language/LICENSE.txt": "of the language model"}
-    assert texts == {**expected, "notices/vision/NOTICE": "of the encoder"}
+    vision = Path(tiny_parts.vision(tmp_path / "vision"))
+    language = Path(tiny_parts.language(tmp_path / "language"))
+    metadata = "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt"
+    (language / "README.md").write_text(f"---\n{metadata}\n---\n")
+    (language / "LICENSE.txt").write_text("of the language model")
+    (vision / "NOTICE").write_text("of the encoder")
+    (vision / "LICENSE").write_text("x" * (2**20 + 1))  # no licence is so long
+    (vision / "licenses").mkdir()
+    (vision / "licenses" / "MIT.txt").write_text("in a folder")
+    hub.serve("user/vit", vision)
+    hub.serve("user/lm", language)
+    built_path = tmp_path / "built"
+    process = prepared.run(["-c", BUILD, "user/vit", "user/lm", built_path])
+    assert process.returncode == 0
+
+    record = read_json(built_path / "build.json")
+    language_commit = hub.repository("user/lm").commit
+    assert record["vision_revision"] == hub.repository("user/vit").commit
+    assert record["language_revision"] == language_commit
+    assert record["licenses"] == {
+        "vision": None,
+        "language": {
+            "license": "other",
+            "license_name": "llama3.2",
+            "license_link": f"{hub.url}/user/lm/blob/{language_commit}/LICENSE.txt",
+        },
+    }
+
+    notices = {place: (built_path / place).read_text() for place in record["notices"]}
+    assert notices == {
+        "notices/language/LICENSE.txt": "of the language model",
+        "notices/vision/NOTICE": "of the encoder",
+    }
     assert hub.sent["user/vit/LICENSE"] == 0
 
 
-def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
-    for card, licence in (
-        ("---\nlicense: mit\nlicense_link: LICENSE\n---\n", ("mit", None, None)),
-        ("---\nlicense: [mit, cc0-1.0]\n---\n", ("other", "mit, cc0-1.0", None)),
-        ("---\nlicense: [: \n---\n", None),
-        ("---\nlicense_name: mine\n---\n", None),
-        ("---\nlicense: []\n---\n", None),
-        ("a card without metadata", None),
-        ("---\nlicense: [mit]\nlicense_name: one\n---\n", ("mit", "one", None)),
+@pytest.mark.parametrize(
+    ("card", "expected_license", "expected_name", "expected_link"),
+    [
+        (
+            "---\nlicense: mit\nlicense_link: LICENSE\n---\n",
+            "mit",
+            None,
+            None,
+        ),
+        (
+            "---\nlicense: [mit, cc0-1.0]\n---\n",
+            "other",
+            "mit, cc0-1.0",
+            None,
+        ),
+        (
+            "---\nlicense: [mit]\nlicense_name: one\n---\n",
+            "mit",
+            "one",
+            None,
+        ),
         (
             "---\nlicense: other\nlicense_name: 3\nlicense_link: https://a.b/c\n---\n",
-            ("other", "3", "https://a.b/c"),
+            "other",
+            "3",
+            "https://a.b/c",
         ),
-    ):
-        (tmp_path / "README.md").write_text(card)
-        names = ("license", "license_name", "license_link")
-        assert fetch_licence(str(tmp_path)) == (licence and dict(zip(names, licence, strict=True)))
+    ],
+    ids=["mit", "two", "one-of-a-list", "named"],
+)
+def test_the_licence_of_a_folder_is_its_card_s(
+    tmp_path, card, expected_license, expected_name, expected_link
+):
+    (tmp_path / "README.md").write_text(card)
+    assert fetch_licence(str(tmp_path)) == {
+        "license": expected_license,
+        "license_name": expected_name,
+        "license_link": expected_link,
+    }
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\nlicense: [: \n---\n",
+        "---\nlicense_name: mine\n---\n",
+        "---\nlicense: []\n---\n",
+        "a card without metadata",
+    ],
+)
+def test_a_folder_whose_card_names_no_licence_has_none(tmp_path, card):
+    (tmp_path / "README.md").write_text(card)
+    assert fetch_licence(str(tmp_path)) is None
 
 
 @pytest.fixture
@@ -106,11 +163,12 @@ def cached(tmp_path, monkeypatch):
     """Puts a file of a repository into the Hub's cache, at a commit that `main` then is."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
-    def put(kind, name, commit, text, file="README.md"):
-        repository = tmp_path / "hub" / f"{kind}s--{name.replace('/', '--')}"
-        for folder in (repository / "snapshots" / commit, repository / "refs"):
-            folder.mkdir(parents=True, exist_ok=True)
-        (repository / "snapshots" / commit / file).write_text(text)
+    def put(kind, repo_id, commit, text, file_name="README.md"):
+        repository = tmp_path / "hub" / f"{kind}s--{repo_id.replace('/', '--')}"
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (snapshot / file_name).write_text(text)
+        (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text(commit)
 
     return put
@@ -120,37 +178,80 @@ OLD = "a" * 40
 NEW = "b" * 40
 
 
-def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
-    named = "---\nlicense: other\nlicense_name: {}\nlicense_link: TERMS.md\n---\n"
-    for commit, name in ((OLD, "first"), (NEW, "second")):
-        cached("model", "user/lm", commit, named.format(name))
-    for revision, name, place in ((OLD, "first", OLD), (None, "second", "main")):
-        found = fetch_licence("user/lm", revision)
-        assert found["license_name"] == name
-        assert found["license_link"] == f"{constants.ENDPOINT}/user/lm/blob/{place}/TERMS.md"
+@pytest.mark.parametrize(
+    ("revision", "expected_name", "expected_revision"),
+    [
+        (OLD, "first", OLD),
+        (None, "second", "main"),
+    ],
+)
+def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(
+    cached, revision, expected_name, expected_revision
+):
+    card = "---\nlicense: other\nlicense_name: {}\nlicense_link: TERMS.md\n---\n"
+    cached("model", "user/lm", OLD, card.format("first"))
+    cached("model", "user/lm", NEW, card.format("second"))
+    licence = fetch_licence("user/lm", revision)
+    assert licence["license_name"] == expected_name
+    expected_link = f"{constants.ENDPOINT}/user/lm/blob/{expected_revision}/TERMS.md"
+    assert licence["license_link"] == expected_link
+
+
+def test_a_repository_without_metadata_or_that_is_not_there_has_no_licence(cached):
     cached("model", "user/bare", NEW, "a card without metadata")
-    assert fetch_licence("user/bare") is fetch_licence("user/none") is None
+    assert fetch_licence("user/bare") is None
+    assert fetch_licence("user/none") is None
 
 
-def test_a_data_set_is_named_with_what_its_card_says(cached, tmp_path, monkeypatch):
-    cards = {
-        "user/one": ("license: mit\nlanguage: en", "mit", ["en"]),
-        "user/two": ("license: [mit, cc0-1.0]\nlanguage: [en, de]", "mit, cc0-1.0", ["en", "de"]),
-        "user/three": ("tags: [a]", None, None),
+@pytest.mark.parametrize(
+    ("metadata", "expected_license", "expected_languages"),
+    [
+        (
+            "license: mit\nlanguage: en",
+            "mit",
+            ["en"],
+        ),
+        (
+            "license: [mit, cc0-1.0]\nlanguage: [en, de]",
+            "mit, cc0-1.0",
+            ["en", "de"],
+        ),
+        (
+            "tags: [a]",
+            None,
+            None,
+        ),
+    ],
+    ids=["one", "several", "none"],
+)
+def test_a_data_set_is_named_with_what_its_card_says(
+    cached, metadata, expected_license, expected_languages
+):
+    cached("dataset", "user/data", NEW, f"---\n{metadata}\n---\n")
+    assert hub_dataset("user/data") == {
+        "id": "user/data",
+        "revision": NEW,
+        "license": expected_license,
+        "language": expected_languages,
     }
-    for name, (card, licence, languages) in cards.items():
-        cached("dataset", name, NEW, f"---\n{card}\n---\n")
-        told = {"id": name, "revision": NEW, "license": licence, "language": languages}
-        assert hub_dataset(name) == told
-    folder = tmp_path / "user" / "one"  # here by chance, of the same name
+
+
+def test_a_data_set_whose_card_is_broken_has_no_licence(cached):
+    cached("dataset", "user/data", NEW, "---\nlicense: [: \n---\n")
+    named = hub_dataset("user/data")
+    assert named["id"] == "user/data"
+    assert named["license"] is None
+    assert named["language"] is None
+
+
+def test_a_folder_that_has_a_data_set_s_name_by_chance_is_not_asked(cached, tmp_path, monkeypatch):
+    cached("dataset", "user/one", NEW, "---\nlicense: mit\n---\n")
+    folder = tmp_path / "user" / "one"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     monkeypatch.chdir(tmp_path)
     assert hub_dataset("user/one")["license"] == "mit"
     assert fetch_licence("user/one")["license"] == "apache-2.0"
-    broken = {"id": "user/four", "license": None, "language": None}
-    cached("dataset", "user/four", NEW, "---\nlicense: [: \n---\n")
-    assert hub_dataset("user/four").items() >= broken.items()
 
 
 DATA_SETS = """
@@ -167,100 +268,207 @@ def test_a_data_set_s_commit_is_that_of_its_card_or_else_the_one_that_is_named(
     hub, prepared, tmp_path
 ):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    known = hub.serve("user/known", tmp_path, kind="dataset")
-    bare = hub.create("user/bare", kind="dataset")
-    done = prepared.run(["-c", DATA_SETS, "user/known", "user/bare"])
-    with_card, without, unknown = json.loads(done.stdout)
-    assert unknown == {"id": "user/other", "revision": None, "license": None, "language": None}
-    assert (with_card["license"], with_card["revision"]) == ("mit", known.commit)
-    assert (without["license"], without["revision"]) == (None, bare.commit)
-    asked = [request for request in hub.requests if "/api/datasets/" in request]
-    assert asked and not any("user/known" in request for request in asked)
+    with_card = hub.serve("user/known", tmp_path, kind="dataset")
+    without_card = hub.create("user/bare", kind="dataset")
+    process = prepared.run(["-c", DATA_SETS, "user/known", "user/bare"])
+    named_with_card, named_without_card, named_unknown = json.loads(process.stdout)
+
+    assert named_with_card["license"] == "mit"
+    assert named_with_card["revision"] == with_card.commit
+    assert named_without_card["license"] is None
+    assert named_without_card["revision"] == without_card.commit
+    assert named_unknown == {
+        "id": "user/other",
+        "revision": None,
+        "license": None,
+        "language": None,
+    }
+
+    requests = [request for request in hub.requests if "/api/datasets/" in request]
+    assert requests
+    assert not any("user/known" in request for request in requests)
+
+
+def cache_both_commits(cached, file_name, texts=("{}", "{}")) -> None:
+    old_text, new_text = texts
+    cached("model", "user/lm", OLD, old_text, file_name)
+    cached("model", "user/lm", NEW, new_text, file_name)
+
+
+COMMITS_IN_JSON = (json.dumps({"of": OLD}), json.dumps({"of": NEW}))
 
 
 def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
-    for commit in (OLD, NEW):
-        cached("model", "user/lm", commit, json.dumps({"of": commit}), "build.json")
+    cache_both_commits(cached, "build.json", COMMITS_IN_JSON)
     assert read_record("user/lm", "build.json", OLD) == {"of": OLD}
     assert read_record("user/lm", "build.json") == {"of": NEW}
-    for commit in (OLD, NEW):
-        cached("model", "user/lm", commit, json.dumps({"of": commit}), "config.json")
+
+
+def test_a_checkpoint_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
+    cache_both_commits(cached, "config.json", COMMITS_IN_JSON)
     assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
     assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
     assert find_checkpoint("user/lm") == ("user/lm", NEW)
-    for commit in (OLD, NEW):
-        cached("model", "user/lm", commit, "{}", INDEX)
-    assert [folder.name for folder in fetch_index_folder("user/lm", OLD)] == [OLD]
-    assert [folder.name for folder in fetch_index_folder("user/lm", None)] == [NEW]
 
 
-def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
-    built = training.checkpoint(tmp_path / "parts")
-    notice = "notices/language/LICENSE"
-    (built / notice).parent.mkdir(parents=True)
-    (built / notice).write_text("terms")
-    record = json.loads((built / "build.json").read_text()) | {"notices": [notice]}
-    (built / "build.json").write_text(json.dumps(record))
-    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", "red.png") for i in range(8)]
-    train_data.write_json(tmp_path / "parts" / "data", rows)
-    first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))
-    for folder, options in ((first, {"stage": "align"}), (second, {"use_peft": True})):
+def test_an_index_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
+    cache_both_commits(cached, INDEX)
+    (old_folder,) = fetch_index_folder("user/lm", OLD)
+    assert old_folder.name == OLD
+    (new_folder,) = fetch_index_folder("user/lm", None)
+    assert new_folder.name == NEW
+
+
+NOTICE = "notices/language/LICENSE"
+
+
+@dataclass
+class Stages:
+    """A checkpoint that went through both stages of training and was merged."""
+
+    root: Path
+    build_record: dict
+    aligned: Path
+    adapter: Path
+    merged: Path
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stages")
+    parts_path = root / "parts"
+    built_path = training.checkpoint(parts_path)
+    (built_path / NOTICE).parent.mkdir(parents=True)
+    (built_path / NOTICE).write_text("terms")
+    update_json(built_path / "build.json", {"notices": [NOTICE]})
+    train_rows = []
+    for number in range(8):
+        question = f"<image>\nwhat is {number}?"
+        train_rows.append(train_data.llava(question, f"it is {number}", "red.png"))
+    train_data.write_json(parts_path / "data", train_rows)
+
+    def train(folder, model_path, **options):
         folder.mkdir()
-        options["model_name_or_path"] = str(built if folder == first else first / "out")
-        main([training.recipe(folder, tmp_path / "parts", use_cpu=True, **options)])
-    first = first / "out"
-    second = second / "out"
-    merge_adapter(second, merged)
-    refresh_card(merged)
-    folders = (first, second, merged)
-    records = [json.loads((folder / "training.json").read_text()) for folder in folders]
-    assert records[0]["before"] is None and records[0]["stage"] == "align"
-    assert records[1]["before"] == records[0] and records[2] == records[1]
-    assert records[1]["seconds"] > 0 and records[1]["model_revision"] is None
-    assert {"torch", "transformers", "trl", "peft", "normalign_llava"} <= {*records[1]["versions"]}
-    if head := git(ROOT, "rev-parse", "HEAD"):  # in a checkout
-        assert records[1]["commit"] in (head, f"{head}-dirty")
-    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
-    (processor,) = re.findall(r"^\s*Model name:\s+(.+)$", lines, re.M)
-    kernel = os.uname()
-    machine = f"{kernel.sysname}, {kernel.machine}, {os.sysconf('SC_NPROCESSORS_ONLN')} cores"
-    assert records[1]["hardware"] == {"devices": [processor], "count": 1, "machine": machine}
-    for folder in folders:
-        assert json.loads((folder / "build.json").read_text()) == record
-        assert (folder / notice).read_text() == "terms"
+        recipe = training.recipe(
+            folder,
+            parts_path,
+            use_cpu=True,
+            model_name_or_path=str(model_path),
+            **options,
+        )
+        main([recipe])
+        return folder / "out"
+
+    aligned = train(root / "first", built_path, stage="align")
+    adapter = train(root / "second", aligned, use_peft=True)
+    merge_adapter(adapter, root / "merged")
+    refresh_card(root / "merged")
+    build_record = read_json(built_path / "build.json")
+    return Stages(root, build_record, aligned, adapter, root / "merged")
+
+
+def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(stages):
+    aligned_record = read_json(stages.aligned / "training.json")
+    assert aligned_record["before"] is None
+    assert aligned_record["stage"] == "align"
+
+    adapter_record = read_json(stages.adapter / "training.json")
+    assert adapter_record["before"] == aligned_record
+    assert read_json(stages.merged / "training.json") == adapter_record
+
+    for folder in (stages.aligned, stages.adapter, stages.merged):
+        assert read_json(folder / "build.json") == stages.build_record
+        assert (folder / NOTICE).read_text() == "terms"
+
+
+def test_cards_and_records_of_all_stages_name_no_local_path(stages):
+    for folder in (stages.aligned, stages.adapter, stages.merged):
         card = (folder / "README.md").read_text()
-        assert is_ours(card) and str(tmp_path) not in (folder / "training.json").read_text() + card
-        library = "peft" if folder == second else "transformers"  # the merged model too
-        assert ModelCard(card).data.library_name == library
+        assert is_ours(card)
+        assert str(stages.root) not in card
+        assert str(stages.root) not in (folder / "training.json").read_text()
+
+
+def test_only_the_card_of_an_adapter_names_peft(stages):
+    def library_name(folder):
+        return ModelCard((folder / "README.md").read_text()).data.library_name
+
+    assert library_name(stages.aligned) == "transformers"
+    assert library_name(stages.adapter) == "peft"
+    assert library_name(stages.merged) == "transformers"
+
+
+def test_a_record_of_training_names_code_and_machine(stages):
+    record = read_json(stages.adapter / "training.json")
+    assert record["seconds"] > 0
+    assert record["model_revision"] is None
+    libraries = {"torch", "transformers", "trl", "peft", "normalign_llava"}
+    assert libraries <= record["versions"].keys()
+
+    head = git(ROOT, "rev-parse", "HEAD")
+    if head:  # in a checkout
+        assert record["commit"] in (head, f"{head}-dirty")
+
+    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+    (processor_name,) = re.findall(r"^\s*Model name:\s+(.+)$", lscpu, re.M)
+    kernel = os.uname()
+    core_count = os.sysconf("SC_NPROCESSORS_ONLN")
+    assert record["hardware"] == {
+        "devices": [processor_name],
+        "count": 1,
+        "machine": f"{kernel.sysname}, {kernel.machine}, {core_count} cores",
+    }
 
 
 @pytest.mark.parametrize(
-    "per_byte, fault", [(5, "parameters, its weights"), (3, "lacks|cannot be")]
+    ("parameters_per_byte", "message"),
+    [
+        (5, "parameters, its weights"),
+        (3, "lacks|cannot be"),
+    ],
 )
 def test_a_configuration_of_more_parameters_than_weights_could_hold_is_refused(
-    tmp_path, per_byte, fault
+    tmp_path, parameters_per_byte, message
 ):
     """Weights of 2 bits have four parameters a byte; 16 million more are always allowed."""
-    folder = training.checkpoint(tmp_path) / "config.json"
+    model_path = training.checkpoint(tmp_path)
+    for weights_path in model_path.glob("model*"):
+        weights_path.unlink()
     tensors = {"unused": torch.zeros(2**25, dtype=torch.int8)}
-    for file in folder.parent.glob("model*"):
-        file.unlink()
-    save_file(tensors, folder.parent / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads(folder.read_text())
-    width = config["text_config"]["hidden_size"]
-    config["text_config"]["vocab_size"] = per_byte * 2**25 // width
-    folder.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=fault):
-        open_checkpoint(folder.parent).load()
+    save_file(tensors, model_path / "model.safetensors", metadata={"format": "pt"})
+
+    text_config = read_json(model_path / "config.json")["text_config"]
+    text_config["vocab_size"] = parameters_per_byte * 2**25 // text_config["hidden_size"]
+    update_json(model_path / "config.json", {"text_config": text_config})
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(model_path).load()
 
 
-def test_records_are_json_objects(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("[1]", None),
+        ("{", None),
+        ("{}", {}),
+    ],
+)
+def test_records_are_json_objects(tmp_path, content, expected):
+    (tmp_path / "build.json").write_text(content)
+    assert read_record(str(tmp_path), "build.json") == expected
+
+
+def test_a_folder_without_a_record_has_none(tmp_path):
     assert read_record(str(tmp_path), "build.json") is None
-    for content, expected in (('{"a": 1}', {"a": 1}), ("[1]", None), ("{", None), ("{}", {})):
-        (tmp_path / "build.json").write_text(content)
-        assert read_record(str(tmp_path), "build.json") == expected
-    assert read_record("user/none", "build.json") is None  # on a Hub that cannot be asked
-    assert read_record("no name!", "build.json") is fetch_licence("no name!") is None
+
+
+def test_a_hub_that_cannot_be_asked_has_no_record():
+    assert read_record("user/none", "build.json") is None
+
+
+def test_what_is_no_repository_s_name_has_no_record_and_no_licence():
+    assert read_record("no name!", "build.json") is None
+    assert fetch_licence("no name!") is None
 
 
 @pytest.fixture
@@ -268,115 +476,153 @@ def opened(checkpoint):
     return open_checkpoint(checkpoint)
 
 
+@pytest.fixture
+def model_copy(checkpoint, tmp_path):
+    """A copy of the checkpoint that a test may change."""
+    return shutil.copytree(checkpoint, tmp_path / "model")
+
+
 def test_a_processor_with_another_image_token_is_refused(opened):
     processor = AutoProcessor.from_pretrained(opened.name)
-    number = processor.image_token_id
+    image_token_id = processor.image_token_id
     opened.check_image_token(processor)
     processor.image_token_id = 5
-    with pytest.raises(ValueError, match=f"is {number} in config.json and 5 in its tokenizer"):
+    message = f"is {image_token_id} in config.json and 5 in its tokenizer"
+    with pytest.raises(ValueError, match=message):
         opened.check_image_token(processor)
 
 
-def test_a_folder_with_a_tokenizer_alone_has_no_processor(tmp_path):
-    tiny_parts.tokenizer().save_pretrained(tmp_path)
+def test_a_folder_with_only_a_tokenizer_has_no_processor(tmp_path):
+    tokenizer = tiny_parts.tokenizer()
+    tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    alone = open_checkpoint(tmp_path)
-    assert len(alone.preprocessor(AutoTokenizer)) == len(tiny_parts.tokenizer())
+    language_model = open_checkpoint(tmp_path)
+    assert len(language_model.preprocessor(AutoTokenizer)) == len(tokenizer)
     with pytest.raises(ValueError, match="no processor for images.*AutoProcessor.from_pretrained"):
-        alone.preprocessor(AutoProcessor)
+        language_model.preprocessor(AutoProcessor)
 
 
-def test_loading_sets_back_what_transformers_logs(opened):
+@pytest.fixture
+def logs_of_info():
+    """transformers logs what is of level INFO, in this test only."""
     before = logging.get_verbosity()
-    try:
-        logging.set_verbosity_info()
-        model = opened.load(dtype=torch.bfloat16)
-        assert logging.get_verbosity() == logging.INFO and model.dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="The model .* cannot be loaded"):
-            opened.load(dtype="float31")
-        assert logging.get_verbosity() == logging.INFO
-    finally:
-        logging.set_verbosity(before)
-    files = Path(opened.name).glob("*.safetensors")
-    assert opened.weight_bytes == sum(file.stat().st_size for file in files)
+    logging.set_verbosity_info()
+    yield
+    logging.set_verbosity(before)
 
 
-def test_tokens_are_compared_with_the_features_of_the_model(opened):
-    model = opened.load()
+def test_loading_sets_back_what_transformers_logs(opened, logs_of_info):
+    model = opened.load(dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert logging.get_verbosity() == logging.INFO
+    with pytest.raises(ValueError, match="The model .* cannot be loaded"):
+        opened.load(dtype="float31")
+    assert logging.get_verbosity() == logging.INFO
+
+
+def test_the_bytes_of_weights_are_the_files_sizes(opened):
+    weight_files = Path(opened.name).glob("*.safetensors")
+    assert opened.weight_bytes == sum(file.stat().st_size for file in weight_files)
+
+
+def test_tokens_are_counted_like_the_features_of_the_model(opened):
     processor = opened.processor
-    assert check_processor(processor) == check_processor(processor, model) == 4
+    assert check_processor(processor) == 4
+    assert check_processor(processor, opened.load()) == 4
     assert check_processor(processor, opened.load(dtype=torch.bfloat16)) == 4
-    processor.vision_feature_select_strategy = "full"  # the class token too
+
+
+def test_tokens_that_differ_from_the_features_of_the_model_are_refused(opened):
+    processor = opened.processor
+    processor.vision_feature_select_strategy = "full"  # with the class token
     assert check_processor(processor) == 5
     with pytest.raises(ValueError, match="has 5 image tokens in the prompt, and 5 and 4 by"):
-        check_processor(processor, model)
-    processor.image_processor.do_center_crop = False  # images keep their shapes
+        check_processor(processor, opened.load())
+
+
+def keep_image_shapes(processor) -> None:
+    processor.image_processor.do_center_crop = False
     processor.image_processor.do_resize = False
+
+
+def test_tokens_that_differ_from_image_to_image_are_refused(opened):
+    processor = opened.processor
+    processor.vision_feature_select_strategy = "full"
+    keep_image_shapes(processor)
     with pytest.raises(ValueError, match="image tokens in the prompt, and 5 by"):
         check_processor(processor)
 
 
-def test_a_processor_is_checked_and_its_prompts_have_a_fixed_date(opened, tmp_path):
-    folder = shutil.copytree(opened.name, tmp_path / "model")
+def test_prompts_of_a_processor_have_a_fixed_date(opened, model_copy):
     processor = opened.processor
     processor.chat_template = "{{ strftime_now('%d') }}" + processor.chat_template
-    processor.save_pretrained(folder)
-    dated = open_checkpoint(folder).processor
-    assert fixes_the_date(dated.chat_template)
-    assert dated.tokenizer.chat_template == dated.chat_template
-    processor.image_processor.do_center_crop = False
-    processor.image_processor.do_resize = False
-    processor.save_pretrained(folder)
+    processor.save_pretrained(model_copy)
+    dated_processor = open_checkpoint(model_copy).processor
+    assert fixes_the_date(dated_processor.chat_template)
+    assert dated_processor.tokenizer.chat_template == dated_processor.chat_template
+
+
+def test_a_processor_that_keeps_the_shapes_of_images_is_refused(opened, model_copy):
+    processor = opened.processor
+    keep_image_shapes(processor)
+    processor.save_pretrained(model_copy)
     with pytest.raises(ValueError, match="must give all images one size"):
-        _ = open_checkpoint(folder).processor
+        _ = open_checkpoint(model_copy).processor
 
 
-def test_tensors_that_are_not_of_the_model_are_told_of(opened, tmp_path, caplog):
-    folder = shutil.copytree(opened.name, tmp_path / "model")
-    store(folder, {**weights(folder), "model.more.weight": torch.ones(2)})
-    spoilt = open_checkpoint(folder)
-    spoilt.load(config=spoilt.config)  # as of a part, which reads some of them
+@pytest.fixture
+def with_one_tensor_more(model_copy):
+    store(model_copy, {**weights(model_copy), "model.more.weight": torch.ones(2)})
+    return open_checkpoint(model_copy)
+
+
+def test_tensors_that_are_not_of_the_model_give_a_warning(with_one_tensor_more, caplog):
+    with_one_tensor_more.load()
+    assert "has 1 tensors that are not of" in caplog.text
+    assert "model.more.weight" in caplog.text
+
+
+def test_tensors_that_a_part_does_not_read_give_no_warning(with_one_tensor_more, caplog):
+    with_one_tensor_more.load(config=with_one_tensor_more.config)
     assert not caplog.messages
-    spoilt.load()
-    assert "has 1 tensors that are not of" in caplog.text and "model.more.weight" in caplog.text
 
 
-@pytest.mark.parametrize("lost", [("processor_config.json",), ("tokenizer.json",)])
-def test_a_model_without_a_processor_is_loaded(opened, tmp_path, lost):
-    folder = shutil.copytree(opened.name, tmp_path / "model")
-    for name in lost:
-        (folder / name).unlink()
-    assert open_checkpoint(folder).load().num_parameters() == opened.load().num_parameters()
+@pytest.mark.parametrize("lost_file", ["processor_config.json", "tokenizer.json"])
+def test_a_model_without_a_processor_is_loaded(opened, model_copy, lost_file):
+    (model_copy / lost_file).unlink()
+    expected = opened.load().num_parameters()
+    assert open_checkpoint(model_copy).load().num_parameters() == expected
 
 
 def test_a_model_is_loaded_in_its_own_precision_as_the_class_of_this_package(tmp_path):
     tiny.model().bfloat16().save_pretrained(tmp_path)
     model = open_checkpoint(tmp_path).load()
-    assert (type(model), model.dtype) == (NormAlignLlavaForConditionalGeneration, torch.bfloat16)
+    assert type(model) is NormAlignLlavaForConditionalGeneration
+    assert model.dtype == torch.bfloat16
 
 
 def test_a_model_that_does_not_generate_is_loaded(opened):
-    bare = opened.load(NormAlignLlavaModel)
-    assert type(bare) is NormAlignLlavaModel and not bare.can_generate()
+    bare_model = opened.load(NormAlignLlavaModel)
+    assert type(bare_model) is NormAlignLlavaModel
+    assert not bare_model.can_generate()
 
 
-def test_an_adapter_s_processor_is_read_where_no_configuration_is(opened, tmp_path):
-    folder = shutil.copytree(opened.name, tmp_path / "adapter")
-    (folder / "config.json").unlink()
-    processor = Checkpoint(str(folder), None, {}).processor
+def test_an_adapter_s_processor_is_read_where_no_configuration_is(opened, model_copy):
+    (model_copy / "config.json").unlink()
+    processor = Checkpoint(str(model_copy), None, {}).processor
     assert processor.image_token_id == opened.processor.image_token_id
 
 
 @pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
-@pytest.mark.parametrize("kind", [ImportError, OSError, ValueError])
-def test_a_processor_that_needs_a_package_names_it(opened, kind):
-    class Needs:
+@pytest.mark.parametrize("error_class", [ImportError, OSError, ValueError])
+def test_a_processor_that_needs_a_package_names_it(opened, error_class):
+    class NeedsPackage:
         @classmethod
         def from_pretrained(cls, name, **options):
-            raise kind("Package `Num2Words` is required")
+            raise error_class("Package `Num2Words` is required")
 
     with pytest.raises(ImportError, match="needs num2words, but it is not installed"):
-        opened.preprocessor(Needs)
+        opened.preprocessor(NeedsPackage)
 
 
 def test_a_processor_that_fails_with_a_package_that_is_there_says_why(
@@ -393,49 +639,59 @@ def test_a_processor_that_fails_with_a_package_that_is_there_says_why(
         opened.preprocessor(Fails)
 
 
+class OfItsOwnCode:
+    """A class of models whose code comes with a checkpoint."""
+
+    @classmethod
+    def from_pretrained(cls, name, **options):
+        assert options["trust_remote_code"] is True
+        return tiny.model(), {"unexpected_keys": set(), "missing_keys": set()}
+
+    @classmethod
+    def from_config(cls, config, **options):
+        raise TypeError("built")
+
+
 def test_a_model_of_code_of_its_own_is_not_built_before_it_is_loaded(opened):
-    class Own:
-        @classmethod
-        def from_pretrained(cls, name, **options):
-            assert options["trust_remote_code"] is True
-            return tiny.model(), {"unexpected_keys": set(), "missing_keys": set()}
-
-        @classmethod
-        def from_config(cls, config, **options):
-            raise TypeError("built")
-
     trusted = Checkpoint(opened.name, None, opened.stored, trust_remote_code=True)
-    assert trusted.load(Own).num_parameters() > 0
+    assert trusted.load(OfItsOwnCode).num_parameters() > 0
+
+
+def test_a_model_of_other_code_is_built_before_it_is_loaded(opened):
     with pytest.raises(ValueError, match="TypeError: built"):
-        opened.load(Own)
+        opened.load(OfItsOwnCode)
 
 
-def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
+def test_a_pooling_layer_may_be_absent(tmp_path):
     config = ViTConfig(**tiny.ENCODER)
-    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
-    assert open_checkpoint(tmp_path / "vit").load(AutoModel).num_parameters() > 0
+    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    assert open_checkpoint(tmp_path).load(AutoModel).num_parameters() > 0
+
+
+def test_the_norm_of_a_llava_may_be_absent(tmp_path):
     llava = tiny_parts.llava(tmp_path / "llava", tiny.llava())
-    assert open_checkpoint(llava).load().model.multi_modal_projector.norm.weight.any()
+    projector = open_checkpoint(llava).load().model.multi_modal_projector
+    assert projector.norm.weight.any()
 
 
 def test_a_stock_llava_ends_answers_as_its_own_configuration_says(tmp_path):
-    folder = Path(tiny_parts.llava(tmp_path / "llava", tiny.llava()))
-    template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<|im_end|>", "<|im_start|>"))
-    opened = open_checkpoint(folder)
-    ends = answer_ends(opened.processor.tokenizer, opened.processor.chat_template)
+    llava_path = Path(tiny_parts.llava(tmp_path / "llava", tiny.llava()))
+    template_path = llava_path / "chat_template.jinja"
+    template = template_path.read_text().replace("<|im_end|>", "<|im_start|>")
+    template_path.write_text(template)
+    opened = open_checkpoint(llava_path)
     model = opened.load(LlavaForConditionalGeneration)
-    assert model.generation_config.eos_token_id == 2 and ends == [2, 1]
+    assert model.generation_config.eos_token_id == 2
+    processor = opened.processor
+    assert answer_ends(processor.tokenizer, processor.chat_template) == [2, 1]
 
 
 def test_another_configuration_is_used_in_place_of_its_own(opened):
     config = copy.deepcopy(opened.config)
     config.text_config.num_hidden_layers = 1
-    whole, less = (
-        opened.without_weights(NormAlignLlavaForConditionalGeneration, own)
-        for own in (None, config)
-    )
-    assert less.num_parameters() < whole.num_parameters()
+    whole_model = opened.without_weights(NormAlignLlavaForConditionalGeneration, None)
+    smaller_model = opened.without_weights(NormAlignLlavaForConditionalGeneration, config)
+    assert smaller_model.num_parameters() < whole_model.num_parameters()
     assert opened.config.text_config.num_hidden_layers == 2
 
 

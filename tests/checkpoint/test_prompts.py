@@ -1,8 +1,8 @@
 """What a chat template writes behind an answer, and which tokens end it."""
 
-import chat_families as families
+import chat_families
 import pytest
-import tiny_parts as parts
+import tiny_parts
 import train_data
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
@@ -11,81 +11,130 @@ from normalign_llava.checkpoint import prompts
 
 
 END = "<|im_end|>"
-OTHER = "<|im_start|>"  # 2 and 1
+END_ID = 2
+OTHER = "<|im_start|>"
+OTHER_ID = 1
 LOOP = "{% for m in messages %}{{ m['content'] }}{{ '<|im_end|>' }}{% endfor %}"
+LOOP_WITH_OTHER_END = LOOP.replace(END, OTHER)
 OF_PARTS = (
     "{% for m in messages %}{% for part in m['content'] %}{% if part is mapping %}"
     "{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
 )
 REFUSES_STRINGS = "{% if messages[0]['content'] is string %}{{ raise_exception('no') }}{% endif %}"
-MARKED = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}"
-MARKED += "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '<|im_start|>' }}{% else %}"
-MARKED += "{{ m['content'] }}{% endif %}{% endfor %}"
-ENDS = {
-    "reads strings": (LOOP, [END]),
-    "reads parts alone": (OF_PARTS, [END]),
-    "refuses strings": (REFUSES_STRINGS + OF_PARTS, [END]),
-    "refuses everything": ("{{ raise_exception('no') }}" + LOOP, []),
-    "prints no answer": ("{{ '<|im_end|>' }}", []),
-    "prints nothing behind it": (LOOP.replace("{{ '<|im_end|>' }}", ""), []),
-    "marks what is to be generated": (MARKED, [END]),
-    "marks the line break behind it": (MARKED.replace("im_end|>'", "im_end|>\n'"), [END]),
-    "marks more than answers": (
-        "{% generation %}{{ '<|im_start|>' }}{% endgeneration %}" + MARKED,
-        [END],
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '<|im_start|>' }}{% else %}"
+    "{{ m['content'] }}{% endif %}{% endfor %}"
+)
+MARKS_OTHER = "{% generation %}{{ '<|im_start|>' }}{% endgeneration %}"
+
+TEMPLATES = [
+    pytest.param(LOOP, [END], id="reads strings"),
+    pytest.param(OF_PARTS, [END], id="reads only parts"),
+    pytest.param(REFUSES_STRINGS + OF_PARTS, [END], id="refuses strings"),
+    pytest.param("{{ raise_exception('no') }}" + LOOP, [], id="refuses everything"),
+    pytest.param("{{ '<|im_end|>' }}", [], id="prints no answer"),
+    pytest.param(
+        LOOP.replace("{{ '<|im_end|>' }}", ""),
+        [],
+        id="prints nothing behind it",
     ),
-    "prints more behind it": (LOOP.replace("im_end|>", "im_end|>\n<|im_start|>"), [END]),
-    "marks no end": (MARKED.replace(" + '<|im_end|>'", ""), []),
-    "is one of several": ({"tool_use": LOOP.replace(END, OTHER), "default": LOOP}, [END]),
-    "is none of several": ({"tool_use": LOOP}, []),
-    "is none": (None, []),
-}
+    pytest.param(MARKED, [END], id="marks what is to be generated"),
+    pytest.param(
+        MARKED.replace("im_end|>'", "im_end|>\n'"),
+        [END],
+        id="marks the line break behind it",
+    ),
+    pytest.param(MARKS_OTHER + MARKED, [END], id="marks more than answers"),
+    pytest.param(
+        LOOP.replace("im_end|>", "im_end|>\n<|im_start|>"),
+        [END],
+        id="prints more behind it",
+    ),
+    pytest.param(
+        MARKED.replace(" + '<|im_end|>'", ""),
+        [],
+        id="marks no end",
+    ),
+    pytest.param(
+        {"tool_use": LOOP_WITH_OTHER_END, "default": LOOP},
+        [END],
+        id="is one of several",
+    ),
+    pytest.param({"tool_use": LOOP}, [], id="is none of several"),
+]
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_what_is_printed_behind_an_answer(kind):
-    template, expected = ENDS[kind]
-    tokenizer = parts.tokenizer(template)
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [*TEMPLATES, pytest.param(None, [], id="is none")],
+)
+def test_what_a_tokenizer_s_template_prints_behind_an_answer(template, expected):
+    tokenizer = tiny_parts.tokenizer(template)
     assert prompts.end_texts(tokenizer) == expected
     assert prompts.unrecognized_ends(tokenizer) == []
-    tokenizer = parts.tokenizer(LOOP.replace(END, OTHER))
-    if template is not None:  # in place of the tokenizer's own
-        assert prompts.end_texts(tokenizer, template) == expected
-        numbers = [2, 1] if template == LOOP.replace(END, OTHER) else [2]  # its own end is 2
-        assert prompts.answer_ends(tokenizer, template) == numbers
-    assert prompts.answer_ends(tokenizer) == [2, 1]
+
+
+@pytest.mark.parametrize(("template", "expected"), TEMPLATES)
+def test_what_a_template_prints_in_place_of_the_tokenizer_s_own(template, expected):
+    tokenizer = tiny_parts.tokenizer(LOOP_WITH_OTHER_END)
+    assert prompts.end_texts(tokenizer, template) == expected
+    assert prompts.answer_ends(tokenizer, template) == [END_ID]
+
+
+def test_the_tokenizer_s_own_end_comes_before_the_end_of_its_template():
+    tokenizer = tiny_parts.tokenizer(LOOP_WITH_OTHER_END)
+    assert prompts.answer_ends(tokenizer) == [END_ID, OTHER_ID]
 
 
 def test_a_tokenizer_without_an_end_has_its_template_s():
-    tokenizer = parts.tokenizer(LOOP)
+    tokenizer = tiny_parts.tokenizer(LOOP)
     tokenizer.eos_token = None
-    assert prompts.answer_ends(tokenizer) == [2]
+    assert prompts.answer_ends(tokenizer) == [END_ID]
 
 
 @pytest.mark.parametrize(
-    "known, added, expected",
-    [(None, [7], 7), (None, [7, 8], [7, 8]), (3, [7], [3, 7]), ([3, 2], [2, 7], [3, 2, 7])],
+    ("known", "added", "expected"),
+    [
+        (None, [7], 7),
+        (None, [7, 8], [7, 8]),
+        (3, [7], [3, 7]),
+        ([3, 2], [2, 7], [3, 2, 7]),
+    ],
 )
 def test_ends_are_added_behind_those_that_are_known(known, added, expected):
-    config = GenerationConfig(eos_token_id=known)
-    assert prompts.stopping_at(config, added).eos_token_id == expected
-    assert config.eos_token_id == known
-    assert prompts.stopping_at(config, []) is config
+    generation_config = GenerationConfig(eos_token_id=known)
+    assert prompts.stopping_at(generation_config, added).eos_token_id == expected
+    assert generation_config.eos_token_id == known
+    assert prompts.stopping_at(generation_config, []) is generation_config
 
 
-def test_idle_flags_are_taken_out_of_a_copy():
-    config = GenerationConfig(temperature=0.3, num_beams=1, length_penalty=2.0, max_length=50)
-    kept, removed = prompts.without_idle_flags(config)
+@pytest.fixture
+def config_with_idle_flags():
+    return GenerationConfig(
+        temperature=0.3,
+        num_beams=1,
+        length_penalty=2.0,
+        max_length=50,
+    )
+
+
+def test_idle_flags_are_taken_out_of_a_copy(config_with_idle_flags):
+    copied, removed = prompts.without_idle_flags(config_with_idle_flags)
     assert removed == {"temperature": 0.3, "length_penalty": 2.0}
-    assert kept.max_length == 50 and kept.temperature == GenerationConfig().temperature
-    assert config.temperature == 0.3
-    config.max_new_tokens = -5
+    assert copied.max_length == 50
+    assert copied.temperature == GenerationConfig().temperature
+    assert config_with_idle_flags.temperature == 0.3
+
+
+def test_a_flag_that_cannot_be_is_refused(config_with_idle_flags):
+    config_with_idle_flags.max_new_tokens = -5
     with pytest.raises(ValueError, match="-5"):
-        prompts.without_idle_flags(config)
+        prompts.without_idle_flags(config_with_idle_flags)
 
 
 @pytest.mark.parametrize(
-    "template, has_marks",
+    ("template", "has_marks"),
     [
         ("{% generation %}a{% endgeneration %}", True),
         ("{%- generation -%}a{%- endgeneration -%}", True),
@@ -95,30 +144,50 @@ def test_idle_flags_are_taken_out_of_a_copy():
         ("{{ generation }} {% generations %}", False),
     ],
 )
-def test_marks_are_told_from_other_words(template, has_marks):
+def test_marks_differ_from_other_words(template, has_marks):
     assert prompts.has_generation_marks(template) == has_marks
 
 
 @pytest.mark.parametrize(
-    "template, asks, fixes",
+    ("template", "asks", "fixes"),
     [
-        (families.SMOLLM2, False, False),
-        ("{{ strftime_now('%d') }}", True, False),
-        ("{% macro strftime_now(f) %}x{% endmacro %}{{ strftime_now('%d') }}", False, True),
+        pytest.param(
+            chat_families.SMOLLM2,
+            False,
+            False,
+            id="no-date",
+        ),
+        pytest.param(
+            "{{ strftime_now('%d') }}",
+            True,
+            False,
+            id="today",
+        ),
+        pytest.param(
+            "{% macro strftime_now(f) %}x{% endmacro %}{{ strftime_now('%d') }}",
+            False,
+            True,
+            id="fixed",
+        ),
     ],
 )
 def test_templates_with_a_date(template, asks, fixes):
     assert prompts.asks_for_the_date(template) == asks
     assert prompts.fixes_the_date(template) == fixes
+
+
+def test_without_a_template_no_date_is_fixed():
     assert not prompts.fixes_the_date(None)
 
 
 def test_what_a_tokenizer_adds_to_every_text_ends_no_answer():
-    tokenizer = parts.tokenizer(LOOP)
-    adding = TemplateProcessing(single=f"$A {OTHER}", special_tokens=[(OTHER, 1)])
-    tokenizer.backend_tokenizer.post_processor = adding
-    assert tokenizer.encode("a")[-1] == 1
-    assert prompts.answer_ends(tokenizer) == [2]
+    tokenizer = tiny_parts.tokenizer(LOOP)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {OTHER}",
+        special_tokens=[(OTHER, OTHER_ID)],
+    )
+    assert tokenizer.encode("a")[-1] == OTHER_ID
+    assert prompts.answer_ends(tokenizer) == [END_ID]
 
 
 @pytest.mark.parametrize("template", [None, {"default": LOOP}])

@@ -17,106 +17,162 @@ from normalign_llava.checkpoint.weights import COMPARED_ROWS, unchanged_files, w
 
 
 TOWER = "model.vision_tower.layer.weight"
-FILE = "model-vision_tower-00001-of-00001.safetensors"
+SCALE = "model.vision_tower.scale"
+TOWER_FILE = "model-vision_tower-00001-of-00001.safetensors"
 
 
 @pytest.fixture
 def tensors():
     torch.manual_seed(0)
-    tower = {TOWER: torch.randn(7, 3), "model.vision_tower.scale": torch.tensor(2.0)}
-    return {**tower, "lm_head.weight": torch.randn(5, 2)}
-
-
-def test_only_the_same_weights_of_a_frozen_module_are_linked(tensors, tmp_path):
-    write_weights(tmp_path, tensors)
-
-    def linked(layout, frozen=("vision_tower",)):
-        return unchanged_files(layout, frozen, [tmp_path])
-
-    assert linked(tensors) == {FILE: tmp_path / FILE}
-    assert linked(tensors, frozen=()) == {}
-    on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    assert linked(on_meta) == {FILE: tmp_path / FILE}
-    others = {
-        "another dtype": tensors[TOWER].half(),
-        "another shape": tensors[TOWER][:6],
-        "other numbers": torch.randn(7, 3),
+    return {
+        TOWER: torch.randn(7, 3),
+        SCALE: torch.tensor(2.0),
+        "lm_head.weight": torch.randn(5, 2),
     }
-    for row in range(7):  # all rows of small tensors are compared
-        others[f"another row {row}"] = tensors[TOWER].clone()
-        others[f"another row {row}"][row, 1] += 1e-3
-    for kind, value in others.items():
-        assert linked(tensors | {TOWER: value}) == {}, kind
-    assert linked(tensors | {"model.vision_tower.scale": torch.tensor(3.0)}) == {}
-    assert linked(tensors | {"model.vision_tower.more": torch.ones(1)}) == {}
+
+
+def frozen_files(tensors, folder):
+    return unchanged_files(tensors, ["vision_tower"], [folder])
+
+
+def assert_same_tensors(actual, expected) -> None:
+    assert actual.keys() == expected.keys()
+    for tensor_name, expected_tensor in expected.items():
+        assert torch.equal(actual[tensor_name], expected_tensor), tensor_name
+
+
+def test_the_weights_of_a_frozen_module_are_linked(tensors, tmp_path):
+    write_weights(tmp_path, tensors)
+    expected = {TOWER_FILE: tmp_path / TOWER_FILE}
+    assert frozen_files(tensors, tmp_path) == expected
+    on_meta = {tensor_name: tensor.to("meta") for tensor_name, tensor in tensors.items()}
+    assert frozen_files(on_meta, tmp_path) == expected
+
+
+def test_the_weights_of_a_module_that_is_trained_are_not_linked(tensors, tmp_path):
+    write_weights(tmp_path, tensors)
+    assert unchanged_files(tensors, [], [tmp_path]) == {}
+
+
+@pytest.mark.parametrize(
+    ("tensor_name", "change"),
+    [
+        pytest.param(TOWER, lambda tower: tower.half(), id="another-dtype"),
+        pytest.param(TOWER, lambda tower: tower[:6], id="another-shape"),
+        pytest.param(TOWER, lambda tower: torch.randn(7, 3), id="other-numbers"),
+        pytest.param(SCALE, lambda tower: torch.tensor(3.0), id="another-scale"),
+        pytest.param("model.vision_tower.more", lambda tower: torch.ones(1), id="one-more"),
+    ],
+)
+def test_weights_that_changed_are_not_linked(tensors, tmp_path, tensor_name, change):
+    write_weights(tmp_path, tensors)
+    changed = tensors | {tensor_name: change(tensors[TOWER])}
+    assert frozen_files(changed, tmp_path) == {}
+
+
+@pytest.mark.parametrize("changed_row", range(7))
+def test_all_rows_of_small_tensors_are_compared(tensors, tmp_path, changed_row):
+    write_weights(tmp_path, tensors)
+    changed_tower = tensors[TOWER].clone()
+    changed_tower[changed_row, 1] += 1e-3
+    assert frozen_files(tensors | {TOWER: changed_tower}, tmp_path) == {}
 
 
 def test_rows_all_over_a_large_tensor_are_compared(tmp_path):
-    tensors = {TOWER: torch.randn(50 * COMPARED_ROWS, 2)}
-    write_weights(tmp_path, tensors)
-    for begin in range(0, 50 * COMPARED_ROWS, 100):
-        changed = tensors[TOWER].clone()
-        changed[begin : begin + 100] += 1
-        assert unchanged_files({TOWER: changed}, ["vision_tower"], [tmp_path]) == {}
-    changed = tensors[TOWER].clone()
-    changed[-1] += 1
-    assert unchanged_files({TOWER: changed}, ["vision_tower"], [tmp_path]) == {}
+    row_count = 50 * COMPARED_ROWS
+    large_tower = torch.randn(row_count, 2)
+    write_weights(tmp_path, {TOWER: large_tower})
+    for begin in range(0, row_count, 100):
+        changed_tower = large_tower.clone()
+        changed_tower[begin : begin + 100] += 1
+        assert frozen_files({TOWER: changed_tower}, tmp_path) == {}
+
+    changed_tower = large_tower.clone()
+    changed_tower[-1] += 1
+    assert frozen_files({TOWER: changed_tower}, tmp_path) == {}
 
 
 def test_weights_replace_those_that_were_there(tensors, tmp_path):
     """Readers take `model.safetensors` before an index; other shards would be sent and counted."""
-    old = {name: tensor + 1 for name, tensor in tensors.items()}
-    stale = ["model.safetensors", "model-00001-of-00002.safetensors", FILE.replace("1-of", "9-of")]
-    for name in stale:
-        save_file(old, tmp_path / name)
-    other = tmp_path / "other.safetensors"
-    save_file(old, other)
-    kept = other.read_bytes()
-    (tmp_path / FILE).hardlink_to(other)  # as of another checkpoint
+    older = {tensor_name: tensor + 1 for tensor_name, tensor in tensors.items()}
+    stale_files = {
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        TOWER_FILE.replace("1-of", "9-of"),
+    }
+    for file_name in stale_files:
+        save_file(older, tmp_path / file_name)
     write_weights(tmp_path, tensors)
-    found = {path.name for path in tmp_path.glob("*.safetensors")}
-    assert not found & set(stale) and FILE in found
-    written = weights(tmp_path)
-    assert written.keys() == tensors.keys()
-    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
-    assert other.read_bytes() == kept
+
+    file_names = {file.name for file in tmp_path.glob("*.safetensors")}
+    assert not file_names & stale_files
+    assert TOWER_FILE in file_names
+    assert_same_tensors(weights(tmp_path), tensors)
+
+
+def test_weights_replace_a_link_and_not_the_file_of_another_checkpoint(tensors, tmp_path):
+    other_path = tmp_path / "other.safetensors"
+    save_file(tensors, other_path)
+    before = other_path.read_bytes()
+    (tmp_path / TOWER_FILE).hardlink_to(other_path)
+    changed = {tensor_name: tensor + 1 for tensor_name, tensor in tensors.items()}
+    write_weights(tmp_path, changed)
+    assert_same_tensors(weights(tmp_path), changed)
+    assert other_path.read_bytes() == before
 
 
 def test_a_tensor_without_a_value_is_refused(tensors, tmp_path):
+    values = [(TOWER, tensors[TOWER]), (SCALE, tensors[SCALE])]
     with pytest.raises(ValueError, match="1 tensors have no value, among them lm_head.weight"):
-        values = [item for item in tensors.items() if item[0] != "lm_head.weight"]
         write_weights(tmp_path, tensors, values=values)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_linked_files_are_the_same_file(tensors, tmp_path):
-    for folder in ("first", "second"):
-        (tmp_path / folder).mkdir()
-    write_weights(tmp_path / "first", tensors)
-    linked = unchanged_files(tensors, ["vision_tower"], [tmp_path / "first"])
-    write_weights(tmp_path / "second", tensors, linked=linked)
-    assert (tmp_path / "second" / FILE).samefile(tmp_path / "first" / FILE)
-    assert torch.equal(load_file(tmp_path / "second" / FILE)[TOWER], tensors[TOWER])
+    first_path = tmp_path / "first"
+    second_path = tmp_path / "second"
+    first_path.mkdir()
+    second_path.mkdir()
+    write_weights(first_path, tensors)
+    linked = frozen_files(tensors, first_path)
+    write_weights(second_path, tensors, linked=linked)
+    assert (second_path / TOWER_FILE).samefile(first_path / TOWER_FILE)
+    linked_tensors = load_file(second_path / TOWER_FILE)
+    assert torch.equal(linked_tensors[TOWER], tensors[TOWER])
 
 
-def test_what_is_stored_is_the_model_s_or_what_was_gathered_of_it(tmp_path):
+def assert_stored(stored, expected) -> None:
+    """All but the tied head is stored in bfloat16, and the norm in float32."""
+    assert stored.keys() == expected.keys() - {"lm_head.weight"}
+    for tensor_name, tensor in stored.items():
+        expected_dtype = torch.bfloat16
+        if "projector.norm." in tensor_name:
+            expected_dtype = torch.float32
+        assert tensor.dtype == expected_dtype
+        assert torch.equal(tensor, expected[tensor_name].to(expected_dtype))
+
+
+def test_the_tensors_of_a_model_are_stored():
     model = tiny.model().bfloat16()
-    gathered = {name: value + 1 for name, value in model.state_dict().items()}
-    gathered_names = [*gathered]
-    for given, expected in ((None, model.state_dict()), (gathered, gathered)):
-        stored = weight_files.stored_tensors(model, given)
-        assert stored.keys() == expected.keys() - {"lm_head.weight"}  # tied to the embeddings
-        for name, value in stored.items():
-            wide = "projector.norm." in name
-            assert value.dtype == (torch.float32 if wide else torch.bfloat16)
-            assert torch.equal(value, expected[name].to(value.dtype))
-    assert [*gathered] == gathered_names
+    stored = weight_files.stored_tensors(model, None)
+    assert_stored(stored, model.state_dict())
+
+
+def test_what_was_gathered_of_a_model_is_stored(tmp_path):
+    model = tiny.model().bfloat16()
+    gathered = {tensor_name: tensor + 1 for tensor_name, tensor in model.state_dict().items()}
+    names_before = list(gathered)
+    stored = weight_files.stored_tensors(model, gathered)
+    assert_stored(stored, gathered)
+    assert list(gathered) == names_before
+
     weight_files.save_model(model, tmp_path / "model", stored)
-    written = weights(tmp_path / "model")
-    assert written.keys() == stored.keys()
-    assert all(torch.equal(written[name], stored[name]) for name in stored)
-    apart = tiny.model(tied=False)
-    assert "lm_head.weight" in weight_files.stored_tensors(apart)
+    assert_same_tensors(weights(tmp_path / "model"), stored)
+
+
+def test_a_head_that_is_not_tied_is_stored():
+    untied_model = tiny.model(tied=False)
+    assert "lm_head.weight" in weight_files.stored_tensors(untied_model)
 
 
 def refuse_links(*paths):
@@ -125,97 +181,175 @@ def refuse_links(*paths):
 
 @pytest.mark.parametrize("can_link", [True, False])
 def test_a_linked_file_is_no_symbolic_link(tensors, tmp_path, monkeypatch, can_link):
-    """As one in the Hub's cache is; without hard links it is copied."""
-    for folder in ("blobs", "first", "second"):
-        (tmp_path / folder).mkdir()
-    write_weights(tmp_path / "blobs", tensors)
-    (tmp_path / "first" / FILE).symlink_to(tmp_path / "blobs" / FILE)
-    folders = [tmp_path / "second", tmp_path / "first"]  # of which the first has no such file
-    linked = unchanged_files(tensors, ["vision_tower"], folders)
-    assert linked == {FILE: tmp_path / "first" / FILE}
+    """The Hub's cache has symbolic links. Without hard links, a file is copied."""
+    blobs_path = tmp_path / "blobs"
+    cached_path = tmp_path / "cached"
+    output_path = tmp_path / "output"
+    for folder in (blobs_path, cached_path, output_path):
+        folder.mkdir()
+    write_weights(blobs_path, tensors)
+    (cached_path / TOWER_FILE).symlink_to(blobs_path / TOWER_FILE)
+
+    # The first folder has no such file.
+    linked = unchanged_files(tensors, ["vision_tower"], [output_path, cached_path])
+    assert linked == {TOWER_FILE: cached_path / TOWER_FILE}
+
     if not can_link:
         monkeypatch.setattr(os, "link", refuse_links)
-    write_weights(tmp_path / "second", tensors, linked=linked)
-    written = tmp_path / "second" / FILE
-    assert not written.is_symlink()
-    assert written.samefile(tmp_path / "blobs" / FILE) == can_link
-    assert torch.equal(load_file(written)[TOWER], tensors[TOWER])
-    assert weights(tmp_path / "second").keys() == tensors.keys()
+    write_weights(output_path, tensors, linked=linked)
+    written_file = output_path / TOWER_FILE
+    assert not written_file.is_symlink()
+    assert written_file.samefile(blobs_path / TOWER_FILE) == can_link
+    written_tensors = load_file(written_file)
+    assert torch.equal(written_tensors[TOWER], tensors[TOWER])
+    assert weights(output_path).keys() == tensors.keys()
 
 
-def test_numbers_of_all_kinds_are_read_as_they_were(tmp_path):
-    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool]
-    kinds += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+@pytest.fixture
+def layout_of_all_kinds(tmp_path):
+    """Tensors of all dtypes. Those in `tmp_path` were written in another order and dtype."""
     torch.manual_seed(0)
-    layout = {f"{kind}".lower(): (torch.randn(3, 5) * 50).to(kind) for kind in kinds}
-    layout |= {"scale": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
+    layout = {}
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.bool,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    ):
+        numbers = torch.randn(3, 5) * 50
+        layout[str(dtype)] = numbers.to(dtype)
+    layout["scale"] = torch.tensor(2.5)
+    layout["empty"] = torch.zeros(0, 3)
     layout["turned"] = torch.randn(4, 6).T
-    # Other orders and dtypes than the layout's; tensors that are trained.
-    values = [(name, value.double()) for name, value in reversed(layout.items())]
-    values = [(name, value.requires_grad_()) for name, value in values]
-    write_weights(tmp_path, {name: value.to("meta") for name, value in layout.items()}, values)
-    read = weights(tmp_path)
-    assert read.keys() == layout.keys()
-    for name, value in layout.items():
-        assert read[name].dtype == value.dtype and torch.equal(read[name], value), name
-    (file,) = tmp_path.glob("*.safetensors")
-    with safe_open(file, "pt") as opened:
+
+    values = []
+    for tensor_name, tensor in reversed(layout.items()):
+        trained_tensor = tensor.double().requires_grad_()
+        values.append((tensor_name, trained_tensor))
+    on_meta = {tensor_name: tensor.to("meta") for tensor_name, tensor in layout.items()}
+    write_weights(tmp_path, on_meta, values)
+    return layout
+
+
+def test_numbers_of_all_kinds_are_read_as_they_were(layout_of_all_kinds, tmp_path):
+    stored = weights(tmp_path)
+    assert_same_tensors(stored, layout_of_all_kinds)
+    for tensor_name, tensor in layout_of_all_kinds.items():
+        assert stored[tensor_name].dtype == tensor.dtype, tensor_name
+
+
+def test_tensors_are_aligned_in_their_file(layout_of_all_kinds, tmp_path):
+    (weights_path,) = tmp_path.glob("*.safetensors")
+    with safe_open(weights_path, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
-    content = file.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    for name, value in layout.items():
-        assert (8 + size + header[name]["data_offsets"][0]) % value.itemsize == 0, name
+
+    content = weights_path.read_bytes()
+    header_size = int.from_bytes(content[:8], "little")
+    header_end = 8 + header_size
+    header = json.loads(content[8:header_end])
+    for tensor_name, tensor in layout_of_all_kinds.items():
+        begin, _ = header[tensor_name]["data_offsets"]
+        assert (header_end + begin) % tensor.itemsize == 0, tensor_name
+
+
+def test_the_index_counts_what_was_written(layout_of_all_kinds, tmp_path):
+    (weights_path,) = tmp_path.glob("*.safetensors")
+    total_parameters = 0
+    total_size = 0
+    for tensor in layout_of_all_kinds.values():
+        total_parameters += tensor.numel()
+        total_size += tensor.numel() * tensor.itemsize
+
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    bytes_of_all = sum(value.numel() * value.itemsize for value in layout.values())
-    numbers = sum(value.numel() for value in layout.values())
-    assert index["metadata"] == {"total_parameters": numbers, "total_size": bytes_of_all}
-    assert index["weight_map"] == dict.fromkeys(layout, file.name)
+    assert index["metadata"] == {
+        "total_parameters": total_parameters,
+        "total_size": total_size,
+    }
+    assert index["weight_map"] == dict.fromkeys(layout_of_all_kinds, weights_path.name)
 
 
 def test_a_module_s_tensors_are_spread_over_files_of_at_most_the_limit(tmp_path, monkeypatch):
+    # 10 numbers in float32 to a file.
     monkeypatch.setattr(weight_files, "SHARD_BYTES", 40)
-    names = ["model.language_model.a", "model.vision_tower.a", "model.language_model.b"]
-    names += ["model.multi_modal_projector.a", "lm_head.weight", "model.language_model.c"]
-    sizes = dict(zip(names, (6, 1, 4, 20, 1, 9), strict=True))  # of float32, so 10 to a file
-    layout = {name: torch.full((size,), float(size)) for name, size in sizes.items()}
-    names_in = {
-        "model-language_model-00001-of-00002.safetensors": [names[0], names[2]],
-        "model-language_model-00002-of-00002.safetensors": [names[4], names[5]],
-        "model-vision_tower-00001-of-00001.safetensors": [names[1]],
-        "model-multi_modal_projector-00001-of-00001.safetensors": [names[3]],
+    sizes = {
+        "model.language_model.a": 6,
+        "model.vision_tower.a": 1,
+        "model.language_model.b": 4,
+        "model.multi_modal_projector.a": 20,
+        "lm_head.weight": 1,
+        "model.language_model.c": 9,
     }
-    assert weight_files.shards_of(layout) == names_in
+    layout = {}
+    for tensor_name, size in sizes.items():
+        layout[tensor_name] = torch.full((size,), float(size))
+
+    expected_shards = {
+        "model-language_model-00001-of-00002.safetensors": [
+            "model.language_model.a",
+            "model.language_model.b",
+        ],
+        "model-language_model-00002-of-00002.safetensors": [
+            "lm_head.weight",
+            "model.language_model.c",
+        ],
+        "model-vision_tower-00001-of-00001.safetensors": ["model.vision_tower.a"],
+        "model-multi_modal_projector-00001-of-00001.safetensors": ["model.multi_modal_projector.a"],
+    }
+    assert weight_files.shards_of(layout) == expected_shards
     assert weight_files.size_of(layout) == 4 * sum(sizes.values())
+
     write_weights(tmp_path, layout)
-    for file, inside in names_in.items():
-        assert load_file(tmp_path / file).keys() == {*inside}
-    assert all(torch.equal(value, layout[name]) for name, value in weights(tmp_path).items())
+    for file_name, tensor_names in expected_shards.items():
+        assert load_file(tmp_path / file_name).keys() == set(tensor_names)
+    assert_same_tensors(weights(tmp_path), layout)
 
 
 def test_space_is_that_of_the_file_system_though_a_folder_is_not_there(tmp_path):
     folder = tmp_path / "not" / "there"
-    free = weight_files.free_space(folder)
-    system = os.statvfs(tmp_path)
-    assert free == pytest.approx(system.f_bavail * system.f_frsize, rel=0.05)
-    weight_files.check_space(folder, free // 2, "Make room.")
-    said = rf"^{2 * free / 1e9:,.1f} GB are .* to {folder}, where (.*) GB are free\. Make room"
-    with pytest.raises(ValueError, match=said) as error:
-        weight_files.check_space(folder, 2 * free, "Make room.")
-    left = re.match(said, str(error.value))[1].replace(",", "")
-    assert float(left) == pytest.approx(free / 1e9, rel=0.05)
+    free_bytes = weight_files.free_space(folder)
+    file_system = os.statvfs(tmp_path)
+    expected_bytes = file_system.f_bavail * file_system.f_frsize
+    assert free_bytes == pytest.approx(expected_bytes, rel=0.05)
+
+    weight_files.check_space(folder, free_bytes // 2, "Make room.")
+    needed_gb = f"{2 * free_bytes / 1e9:,.1f}"
+    message = rf"^{needed_gb} GB are .* to {folder}, where (.*) GB are free\. Make room"
+    with pytest.raises(ValueError, match=message) as error:
+        weight_files.check_space(folder, 2 * free_bytes, "Make room.")
+    message_parts = re.match(message, str(error.value))
+    free_gb = float(message_parts[1].replace(",", ""))
+    assert free_gb == pytest.approx(free_bytes / 1e9, rel=0.05)
     assert not folder.parent.exists()
 
 
-def test_a_progress_bar_is_shown_again_if_it_was():
-    shown = logging.is_progress_bar_enabled()
-    try:
-        for shows in (logging.enable_progress_bar, logging.disable_progress_bar):
-            shows()
-            before = logging.is_progress_bar_enabled()
-            with pytest.raises(RuntimeError), weight_files.no_progress_bar():
-                assert not logging.is_progress_bar_enabled()
-                raise RuntimeError
-            assert logging.is_progress_bar_enabled() == before
-    finally:
-        logging.enable_progress_bar() if shown else logging.disable_progress_bar()
+@pytest.fixture
+def restored_progress_bar():
+    """Progress bars are as they were when a test ends."""
+    was_enabled = logging.is_progress_bar_enabled()
+    yield
+    if was_enabled:
+        logging.enable_progress_bar()
+    else:
+        logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    "set_progress_bar",
+    [
+        pytest.param(logging.enable_progress_bar, id="shown"),
+        pytest.param(logging.disable_progress_bar, id="hidden"),
+    ],
+)
+def test_a_progress_bar_is_shown_again_if_it_was(restored_progress_bar, set_progress_bar):
+    set_progress_bar()
+    was_enabled = logging.is_progress_bar_enabled()
+    with pytest.raises(RuntimeError), weight_files.no_progress_bar():
+        assert not logging.is_progress_bar_enabled()
+        raise RuntimeError
+    assert logging.is_progress_bar_enabled() == was_enabled
