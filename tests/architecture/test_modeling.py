@@ -340,9 +340,11 @@ def test_scales_are_what_the_language_model_does_to_embeddings(family):
     embeddings = embedding_weight(language_model)[input_ids].detach()
     with torch.no_grad():
         language_model(input_ids=input_ids, use_cache=False)
+        from_ids = decoder_inputs[0]
+        # Some models pass through their first layer several times.
+        decoder_inputs.clear()
         language_model(inputs_embeds=embeddings.clone(), use_cache=False)
-    from_ids = decoder_inputs[0]
-    from_embeddings = decoder_inputs[-1]
+        from_embeddings = decoder_inputs[0]
 
     text_scale, common_scale = modeling.embedding_scales(config)
     embedding_norms = embeddings.norm(dim=-1)
