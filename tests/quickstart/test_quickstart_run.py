@@ -292,7 +292,7 @@ def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, file_name, named
     own_file = folder / file_name
     own_file.parent.mkdir(parents=True)
     own_file.write_text("{}")
-    with pytest.raises(ValueError, match=f"mine holds {named}, which no"):
+    with pytest.raises(ValueError, match=f"mine holds {named}, not from a quickstart"):
         run_quickstart(folder, SHORT)
     assert [path for path in folder.rglob("*") if path.is_file()] == [own_file]
 
