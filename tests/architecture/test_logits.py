@@ -43,8 +43,8 @@ def family_folder(request, tmp_path_factory):
     """The folder of a language model and of the checkpoint that was built of it."""
     folder = tmp_path_factory.mktemp(request.param)
     config_class, options = FAMILIES[request.param]
-    vision = parts.vision(folder / "vision")
     language = parts.language(folder / "language", cls=config_class, **options)
+    vision = parts.vision(folder / "vision")
     build_checkpoint(vision, language, folder / "built")
     return folder
 

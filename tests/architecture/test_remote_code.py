@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("remote")
     checkpoint = root / "my-model.v1.5"  # a dot, as in so many repository names
-    vision = parts.vision(root / "vision")
     language = parts.language(root / "language", tied=False)
+    vision = parts.vision(root / "vision")
     build_checkpoint(vision, language, checkpoint)
     return checkpoint
 

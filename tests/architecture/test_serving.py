@@ -32,11 +32,9 @@ IMAGES = [
 def folder(tmp_path_factory):
     """A folder with what the page takes as given: `my-model` and `kite.png`."""
     root = tmp_path_factory.mktemp("serving")
-    build_checkpoint(
-        parts.vision(root / "vision"),
-        parts.language(root / "language", tied=False),
-        root / "built",
-    )
+    language = parts.language(root / "language", tied=False)
+    vision = parts.vision(root / "vision")
+    build_checkpoint(vision, language, root / "built")
     model = AutoModelForImageTextToText.from_pretrained(root / "built")
     tiny.heeding(model).save_pretrained(root / "my-model")
     AutoProcessor.from_pretrained(root / "built").save_pretrained(root / "my-model")
