@@ -219,8 +219,8 @@ COPY_PACKAGE = """
 import shutil
 import sys
 
-*words, folder = sys.argv[1:]
-assert words == {expected_words!r}
+assert sys.argv[1:4] == {expected_words!r}
+folder = sys.argv[4]
 shutil.copy({package_path!r}, folder + "/own-part-1.0.tgz")
 """
 
