@@ -15,14 +15,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ["quickstart_run", "train_push", "train_distributed", "publish", "train_checkpoints"]
-LONGEST += ["docs", "train_run", "device", "train_adapters", "evaluate_run", "diagnose_run"]
+LONGEST = [
+    "quickstart_run",
+    "train_push",
+    "train_distributed",
+    "publish",
+    "train_checkpoints",
+    "docs",
+    "train_run",
+    "device",
+    "train_adapters",
+    "evaluate_run",
+    "diagnose_run",
+]
 
 
 def pytest_collection_modifyitems(items):
     """The files that take longest come first, so that workers with a file each end together."""
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+    def place_of(item) -> int:
+        test_name = item.path.stem.removeprefix("test_")
+        if test_name in LONGEST:
+            return LONGEST.index(test_name)
+        return len(LONGEST)
+
+    items.sort(key=place_of)
 
 
 def pytest_collection_finish():
@@ -49,8 +66,9 @@ def cache(tmp_path, monkeypatch):
     """The cache of `datasets`, in a folder of the test."""
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    cache_folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache_folder))
+    return cache_folder
 
 
 @pytest.fixture(scope="session")
@@ -82,21 +100,25 @@ def checkpoint(tmp_path_factory):
     import training
     from filelock import FileLock
 
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "tiny"
+    shared_folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared_folder = shared_folder.parent
+    folder = shared_folder / "tiny"
     with FileLock(f"{folder}.lock"):
-        made = (folder / "model" / "build.json").exists()
-        return folder / "model" if made else training.checkpoint(folder)
+        if (folder / "model" / "build.json").exists():
+            return folder / "model"
+        return training.checkpoint(folder)
 
 
 @pytest.fixture(scope="session")
 def prepared(server, tmp_path_factory):
-    """Starts processes of Python with the package imported, which have no token."""
+    """Starts processes of Python that have imported the package and have no token."""
     from prepared import Prepared
 
-    started = Prepared(server.environment(tmp_path_factory.mktemp("prepared") / "home"))
-    yield started
-    started.stop()
+    home = tmp_path_factory.mktemp("prepared") / "home"
+    prepared_process = Prepared(server.environment(home))
+    yield prepared_process
+    prepared_process.stop()
 
 
 @pytest.fixture

@@ -7,9 +7,14 @@ from paths import ROOT
 
 
 RUN = """
-import os, sys, pytest
-for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-    del os.environ[name]
+import os
+import sys
+
+import pytest
+
+for variable in list(os.environ):
+    if variable.startswith("PYTEST_"):
+        del os.environ[variable]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]))
 """
 
@@ -17,6 +22,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.arg
 @pytest.mark.slow
 def test_on_a_device_that_refuses_the_cpu_s_tensors(prepared):
     # In a process of its own: registering a device changes what torch does with the CPU's tensors.
-    files = sorted(map(str, Path(__file__).with_name("on_strict_device").glob("*.py")))
-    done = prepared.run(["-c", RUN, *files], ROOT)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    folder = Path(__file__).with_name("on_strict_device")
+    test_paths = sorted(str(path) for path in folder.glob("*.py"))
+    process = prepared.run(["-c", RUN, *test_paths], ROOT)
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-2000:]

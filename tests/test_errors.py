@@ -47,20 +47,25 @@ def test_half_a_surrogate_pair_is_a_question_mark():
     assert printable("a\ud83db é 🔎") == "a?b é 🔎"
 
 
-def printed(renderable, console_of=Console):
-    console = console_of(file=StringIO(), width=60)
+def printed(renderable, console_class=Console) -> str:
+    console = console_class(file=StringIO(), width=60)
     console.print(renderable)
     return console.file.getvalue()
 
 
-def test_foreign_text_is_neither_markup_nor_a_command_and_keeps_the_columns():
+def test_foreign_text_is_neither_markup_nor_a_command():
     assert printed("[red]a[/b] \x1b[31m\n") == "[red]a[/b] \\x1b[31m\n\n"
     assert printed(Text("a\x1b[1m")) == "a\\x1b[1m\n"
+
+
+def test_foreign_text_keeps_the_columns_of_a_table():
     table = Table("name", "value")
     table.add_row("\x1b\x1b\x1b\x1b", "1")
     table.add_row("plain", "2")
-    lines = printed(table).splitlines()
-    assert len({len(line) for line in lines}) == 1 and "\\x1b" * 4 in "".join(lines)
+    text = printed(table)
+    lengths = {len(line) for line in text.splitlines()}
+    assert len(lengths) == 1
+    assert "\\x1b" * 4 in text
 
 
 def test_on_a_terminal_numbers_have_no_colours_and_commands_of_rich_work():
@@ -85,9 +90,12 @@ class Report(Printed):
 
 
 def test_a_report_is_a_table_of_its_numbers_and_words():
-    lines = printed(Report(), rich.console.Console).splitlines()
-    cells = [line.strip("│").split("│") for line in lines if "│" in line]
-    assert [[cell.strip() for cell in row] for row in cells] == [
+    table_rows = []
+    for line in printed(Report(), rich.console.Console).splitlines():
+        if "│" in line:
+            cells = line.strip("│").split("│")
+            table_rows.append([cell.strip() for cell in cells])
+    assert table_rows == [
         ["model", "a\\x1bb"],
         ["optimizer steps", "1,234,567"],
         ["rate", "0.01235"],
@@ -103,65 +111,94 @@ def raised(error, *notes, file="/home/me/code.py"):
         error.add_note(note)
     try:
         exec(compile("raise error", file, "exec"), {"error": error})
-    except BaseException as caught:
-        return caught
+    except BaseException as caught_error:
+        return caught_error
+
+
+def raised_in(package, error):
+    """The error as it is after an installed package raised it."""
+    return raised(error, file=f"/x/site-packages/{package}/a.py")
 
 
 DOES_IT_FIT = "Does its version fit torch and this machine?"
 FULL = "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has 23 GiB of which 1 GiB is free. Or"
 ASKED = "Tried to allocate 2.31 GiB. GPU 0 has 23 GiB of which 1 GiB is free"
-KERNELS = "/x/site-packages/{}/a.py".format
-TORCH = KERNELS("torch")  # which is no library of kernels
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (MemoryError("any"), "Out of memory. Less!"),
         (raised(MemoryError(), "a step", "another"), "Out of memory in a step. Less!"),
         (torch.OutOfMemoryError(FULL), f"Out of memory: {ASKED}. Less!"),
         (RuntimeError("[enforce fail] can't allocate memory"), "Out of memory. Less!"),
         (RuntimeError("mmap: Cannot allocate memory"), "Out of memory. Less!"),
-        (ValueError("out of memory"), None),
-        (raised(OSError("of a file"), file=KERNELS("bitsandbytes")), None),
-        (raised(ImportError("of a module"), file=KERNELS("bitsandbytes")), None),
-        (raised(KeyboardInterrupt(), file=KERNELS("bitsandbytes")), None),
-        (RuntimeError("shapes differ"), None),
-        (RuntimeError("CUDA error: no kernel.\nMore."), "The GPU failed: CUDA error: no kernel. D"),
-        (AssertionError("Torch not compiled with CUDA enabled"), "The GPU failed: Torch not comp"),
-        (RuntimeError("CUBLAS_STATUS_FAILED"), "The GPU failed: CUBLAS_STATUS_FAILED. Does"),
-        (ValueError("CUDA error"), None),
-        (RuntimeError("BARRACUDA"), None),
-        (raised(KeyError("k"), file=KERNELS("bitsandbytes")), "bitsandbytes failed: 'k'. Does "),
-        (raised(ValueError(), file=KERNELS("triton")), f"triton failed: ValueError. {DOES_IT_FIT}"),
-        (raised(ValueError("a.\nb"), file=KERNELS("kernels")), f"kernels failed: a. {DOES_IT_FIT}"),
-        (
-            raised(ValueError("a"), file=KERNELS("flash_attn")),
-            f"flash_attn failed: a. {DOES_IT_FIT}",
-        ),
-        (
-            raised(raised(ValueError("a"), file=KERNELS("triton")), file=KERNELS("bitsandbytes")),
-            f"triton failed: a. {DOES_IT_FIT}",  # which bitsandbytes called
-        ),
-        (
-            raised(raised(ValueError("a"), file=TORCH), file=KERNELS("bitsandbytes")),
-            f"bitsandbytes failed: a. {DOES_IT_FIT}",  # in what it called of torch
-        ),
-        (RuntimeError("cuDNN error: x"), "The GPU failed: cuDNN error: x. Does"),
-        (RuntimeError("HIP error: x"), "The GPU failed: HIP error: x. Does"),
-        (RuntimeError("Found no NVIDIA driver"), "The GPU failed: Found no NVIDIA driver. Does"),
-        (RuntimeError("XPU error: x"), "The GPU failed: XPU error: x. Does"),
-        (raised(ValueError("a"), file="/home/me/triton/a.py"), None),
-        (raised(ValueError("a"), file=KERNELS("other")), None),
     ],
     ids=str,
 )
-def test_an_error_of_a_device_is_told_as_such(error, said):
-    told = device_error(error, "Less!")
-    assert told is None if said is None else told.startswith(said), told
+def test_full_memory_is_named_with_a_remedy(error, expected):
+    assert device_error(error, "Less!").startswith(expected)
 
 
-def ended(error, *notes, **options):
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA error: no kernel.\nMore."), "CUDA error: no kernel. D"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "Torch not comp"),
+        (RuntimeError("CUBLAS_STATUS_FAILED"), "CUBLAS_STATUS_FAILED. Does"),
+        (RuntimeError("cuDNN error: x"), "cuDNN error: x. Does"),
+        (RuntimeError("HIP error: x"), "HIP error: x. Does"),
+        (RuntimeError("Found no NVIDIA driver"), "Found no NVIDIA driver. Does"),
+        (RuntimeError("XPU error: x"), "XPU error: x. Does"),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_gpu_is_named_as_such(error, expected):
+    message = device_error(error, "Less!")
+    assert message.startswith(f"The GPU failed: {expected}")
+
+
+TRITON_IN_BITSANDBYTES = raised_in("bitsandbytes", raised_in("triton", ValueError("a")))
+TORCH_IN_BITSANDBYTES = raised_in("bitsandbytes", raised_in("torch", ValueError("a")))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (raised_in("bitsandbytes", KeyError("k")), "bitsandbytes failed: 'k'. Does "),
+        (raised_in("triton", ValueError()), f"triton failed: ValueError. {DOES_IT_FIT}"),
+        (raised_in("kernels", ValueError("a.\nb")), f"kernels failed: a. {DOES_IT_FIT}"),
+        (raised_in("flash_attn", ValueError("a")), f"flash_attn failed: a. {DOES_IT_FIT}"),
+        (TRITON_IN_BITSANDBYTES, f"triton failed: a. {DOES_IT_FIT}"),
+        # torch is not a library of kernels.
+        (TORCH_IN_BITSANDBYTES, f"bitsandbytes failed: a. {DOES_IT_FIT}"),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_library_of_kernels_names_the_library(error, expected):
+    assert device_error(error, "Less!").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("out of memory"),
+        raised_in("bitsandbytes", OSError("of a file")),
+        raised_in("bitsandbytes", ImportError("of a module")),
+        raised_in("bitsandbytes", KeyboardInterrupt()),
+        RuntimeError("shapes differ"),
+        ValueError("CUDA error"),
+        RuntimeError("BARRACUDA"),
+        raised(ValueError("a"), file="/home/me/triton/a.py"),
+        raised_in("other", ValueError("a")),
+    ],
+    ids=str,
+)
+def test_an_error_of_anything_else_is_no_device_error(error):
+    assert device_error(error, "Less!") is None
+
+
+def exit_code(error, *notes, **options) -> int:
     """The status with which a command ends that raises an error."""
     with pytest.raises(typer.Exit) as exit, exit_on_error(**options):
         raise raised(error, *notes)
@@ -169,7 +206,7 @@ def ended(error, *notes, **options):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (ValueError("no \x1b row"), "no \\x1b row"),
         (FileNotFoundError(2, "No such file", "a.json"), "[Errno 2] No such file: 'a.json'"),
@@ -179,30 +216,50 @@ def ended(error, *notes, **options):
         (RuntimeError("CUDA error: x"), "The GPU failed: CUDA error: x. Does this build of torch "),
     ],
 )
-def test_an_error_that_a_user_can_mend_is_a_line(capsys, error, said):
-    assert ended(error, full="Less!") == 1
-    out, line = capsys.readouterr()
-    assert out == "" and line.startswith(f"Error: {said}") and line.count("\n") == 1
+def test_an_error_that_a_user_can_mend_is_a_line(capsys, error, expected):
+    assert exit_code(error, full="Less!") == 1
+    output, error_line = capsys.readouterr()
+    assert output == ""
+    assert error_line.startswith(f"Error: {expected}")
+    assert error_line.count("\n") == 1
+
+
+MISSING_GRADIO = ModuleNotFoundError("No module named 'gradio'")
 
 
 def test_a_module_that_is_missing_belongs_to_the_extra_of_the_command(capsys):
-    missing = ModuleNotFoundError("No module named 'gradio'")
-    assert ended(missing, extra="demo") == ended(missing) == 1
-    with_extra, without = capsys.readouterr().err.splitlines()
-    assert with_extra.startswith("Error: No module named 'gradio'. Install it: pip install ")
-    assert "'.[demo]'" in with_extra and "'normalign-llava[demo] @ git+URL'" in with_extra
-    assert without == "Error: No module named 'gradio'"
-    assert ended(ImportError("cannot import name"), extra="demo") == 1
+    assert exit_code(MISSING_GRADIO, extra="demo") == 1
+    line = capsys.readouterr().err
+    assert line.startswith("Error: No module named 'gradio'. Install it: pip install ")
+    assert "'.[demo]'" in line
+    assert "'normalign-llava[demo] @ git+URL'" in line
+
+
+def test_a_module_that_is_missing_in_a_command_without_extra_is_named(capsys):
+    assert exit_code(MISSING_GRADIO) == 1
+    assert capsys.readouterr().err == "Error: No module named 'gradio'\n"
+
+
+def test_a_name_that_cannot_be_imported_belongs_to_no_extra(capsys):
+    assert exit_code(ImportError("cannot import name"), extra="demo") == 1
     assert capsys.readouterr().err == "Error: cannot import name\n"
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("ours"), RuntimeError("ours"), SystemExit(3), typer.Exit(0)], ids=repr
+    "error",
+    [
+        KeyError("ours"),
+        RuntimeError("ours"),
+        SystemExit(3),
+        typer.Exit(0),
+    ],
+    ids=repr,
 )
 def test_what_is_no_user_s_error_goes_on_as_it_is(capsys, error):
     with pytest.raises(type(error)) as caught, exit_on_error(extra="demo"):
         raise error
-    assert caught.value is error and capsys.readouterr() == ("", "")
+    assert caught.value is error
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_pipe_that_was_closed_is_no_error(capsys):
@@ -212,60 +269,83 @@ def test_a_pipe_that_was_closed_is_no_error(capsys):
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "told"),
-    [(None, None, ""), ("0", "1", ""), ("1", "2", " in process 1"), (None, "2", "")],
+    ("variables", "place"),
+    [
+        ({}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, " in process 1"),
+        ({"WORLD_SIZE": "2"}, ""),
+    ],
 )
-def test_of_several_processes_the_one_is_named(monkeypatch, capsys, rank, size, told):
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    assert ended(ValueError("no row")) == 1
-    assert capsys.readouterr().err == f"Error{told}: no row\n"
+def test_of_several_processes_the_one_is_named(monkeypatch, capsys, variables, place):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert exit_code(ValueError("no row")) == 1
+    assert capsys.readouterr().err == f"Error{place}: no row\n"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def signal_handlers() -> list:
+    return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "status"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+    ],
+)
 def test_a_command_that_is_stopped_says_what_is_left_and_is_not_stopped_twice(
-    capsys, monkeypatch, number, status
+    capsys, monkeypatch, signal_number, status
 ):
     monkeypatch.delenv("RANK", raising=False)
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    handlers_before = signal_handlers()
     with pytest.raises(typer.Exit) as exit, exit_on_error(stopped="Nothing was written."):
         try:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal_number)
         finally:
-            cleaning_up = signal.getsignal(signal.SIGTERM)
-    assert exit.value.exit_code == status and cleaning_up == signal.SIG_IGN
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+            handler_while_cleaning_up = signal.getsignal(signal.SIGTERM)
+    assert exit.value.exit_code == status
+    assert handler_while_cleaning_up == signal.SIG_IGN
+    assert signal_handlers() == handlers_before
     assert capsys.readouterr().err == "Stopped. Nothing was written.\n"
 
 
-def test_what_is_known_of_a_stop_is_told_by_the_first_process_alone(capsys, monkeypatch):
+def test_the_first_process_prints_what_is_known_of_a_stop(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    assert ended(KeyboardInterrupt(), "Step 5 was done.", stopped="Nothing was done.") == 130
+    status = exit_code(KeyboardInterrupt(), "Step 5 was done.", stopped="Nothing was done.")
+    assert status == 130
     assert capsys.readouterr().err == "Stopped. Step 5 was done.\n"
+
+
+def test_other_processes_print_nothing_of_a_stop(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert ended(KeyboardInterrupt(), stopped="Nothing was done.") == 130
+    assert exit_code(KeyboardInterrupt(), stopped="Nothing was done.") == 130
     assert capsys.readouterr().err == ""
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler_before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with exit_on_error():
-            inside = signal.getsignal(signal.SIGINT)
+            handler_inside = signal.getsignal(signal.SIGINT)
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        assert inside == signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        assert handler_inside == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler_before)
 
 
-def os_error(number, file=None):
-    return OSError(number, os.strerror(number), *([] if file is None else [str(file)]))
+def os_error(number, path=None) -> OSError:
+    if path is None:
+        return OSError(number, os.strerror(number))
+    return OSError(number, os.strerror(number), str(path))
 
 
 FULL_DISK = os.strerror(errno.ENOSPC)
+ENFORCE_FAIL = "[enforce fail at inline_container.cc:603]"
 FOLDER = Path("/data/run")
 
 
@@ -286,22 +366,31 @@ FOLDER = Path("/data/run")
         (os_error(errno.EPERM, FOLDER / "a" / "b"), os.strerror(errno.EPERM)),
         (os_error(errno.ENOTDIR, FOLDER), os.strerror(errno.ENOTDIR)),
         (os_error(errno.EEXIST, FOLDER.parent), os.strerror(errno.EEXIST)),
-        (os_error(errno.EACCES, "/data/other"), None),
-        (os_error(errno.EACCES), None),
-        (os_error(errno.ENOENT, FOLDER / "config.json"), None),
-        (RuntimeError("error 28"), None),
-        (OSError(280, "none"), None),
     ],
     ids=repr,
 )
-def test_a_folder_that_cannot_be_written_to_is_told_from_other_errors(error, cause):
-    with pytest.raises(Exception) as caught, writing_to(FOLDER):
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_cause(error, cause):
+    with pytest.raises(NotWritable) as caught, writing_to(FOLDER):
         raise error
-    if cause is None:
-        assert caught.value is error
-    else:
-        assert isinstance(caught.value, NotWritable) and caught.value.__cause__ is error
-        assert str(caught.value).startswith(f"{FOLDER} cannot be written to: {cause}")
+    assert caught.value.__cause__ is error
+    assert str(caught.value).startswith(f"{FOLDER} cannot be written to: {cause}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        os_error(errno.EACCES, "/data/other"),
+        os_error(errno.EACCES),
+        os_error(errno.ENOENT, FOLDER / "config.json"),
+        RuntimeError("error 28"),
+        OSError(280, "none"),
+    ],
+    ids=repr,
+)
+def test_other_errors_while_a_folder_is_written_go_on_as_they_are(error):
+    with pytest.raises(type(error)) as caught, writing_to(FOLDER):
+        raise error
+    assert caught.value is error
 
 
 def test_a_path_in_bytes_is_one_too():
@@ -310,9 +399,9 @@ def test_a_path_in_bytes_is_one_too():
 
 
 def test_of_folders_in_each_other_the_inner_one_is_named():
-    outer = writing_to(FOLDER)
-    inner = writing_to(FOLDER / "inner")
-    with pytest.raises(NotWritable, match="^/data/run/inner cannot"), outer, inner:
+    inner_folder = FOLDER / "inner"
+    expected = "^/data/run/inner cannot"
+    with pytest.raises(NotWritable, match=expected), writing_to(FOLDER), writing_to(inner_folder):
         raise os_error(errno.ENOSPC)
 
 
@@ -324,45 +413,70 @@ def test_why_a_file_was_not_written_may_be_the_cause_of_the_error():
             raise RuntimeError("saving failed") from cause
     except RuntimeError as error:
         assert write_failure(error) == FULL_DISK
-    assert write_failure(None) is None and write_failure(os_error(errno.EACCES, "a")) is None
+
+
+def test_another_error_does_not_say_why_a_file_was_not_written():
+    assert write_failure(None) is None
+    assert write_failure(os_error(errno.EACCES, "a")) is None
+
+
+def test_a_module_that_is_installed_may_be_needed():
+    check_installed("json", "demo", "The demo")
 
 
 def test_a_module_that_is_needed_is_named_with_its_extra():
-    check_installed("json", "demo", "The demo")
-    words = r"^The demo needs no_such_module, but it is not installed\. .*'\.\[demo\]' in a"
-    with pytest.raises(ImportError, match=words):
+    message = r"^The demo needs no_such_module, but it is not installed\. .*'\.\[demo\]' in a"
+    with pytest.raises(ImportError, match=message):
         check_installed("no_such_module", "demo", "The demo")
 
 
-@pytest.fixture
-def unhidden(monkeypatch):
-    """Loggers and warnings as before any command."""
-    for name in NOTICES:
-        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+@pytest.fixture(params=[False, True], ids=["not asked", "asked to warn"])
+def asked_to_warn(request, monkeypatch):
+    """Hides notices as a command does, in a Python that may have been asked to warn."""
+    for logger_name in NOTICES:
+        monkeypatch.setattr(logging.getLogger(logger_name), "filters", [])
+    warn_options = []
+    if request.param:
+        warn_options = ["always"]
+    monkeypatch.setattr(sys, "warnoptions", warn_options)
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        yield
+        hide_notices()
+        yield request.param
 
 
-def passes(name, text):
-    return bool(logging.getLogger(name).filter(logging.makeLogRecord({"name": name, "msg": text})))
+def is_logged(logger_name, message) -> bool:
+    record = logging.makeLogRecord({"name": logger_name, "msg": message})
+    return bool(logging.getLogger(logger_name).filter(record))
 
 
-def warned(module, category):
-    with warnings.catch_warnings(record=True) as caught:
+def is_warned(module, category) -> bool:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.warn_explicit("it goes", category, "file.py", 1, module=module)
-    return len(caught) == 1
+    return len(caught_warnings) == 1
 
 
-@pytest.mark.parametrize("options", [[], ["always"]])
-def test_notices_are_hidden_unless_python_is_told_to_warn(unhidden, monkeypatch, options):
-    monkeypatch.setattr(sys, "warnoptions", options)
-    hide_notices()
-    for name, notice in NOTICES.items():
-        assert passes(name, f"See: {notice}, and so on") == bool(options)
-        assert passes(name, "What matters")
-    for module in ("torch.ao", "transformers.trainer", "trl.models", "peft.tuners"):
-        assert warned(module, FutureWarning) == bool(options)
-        assert warned(module, UserWarning) and warned(module, DeprecationWarning)
-    assert warned("_distutils_hack", UserWarning) == bool(options)
-    assert warned("mine", FutureWarning) and warned("torchvision.io", FutureWarning)
+@pytest.mark.parametrize("logger_name", NOTICES)
+def test_notices_in_logs_are_hidden_unless_python_is_asked_to_warn(asked_to_warn, logger_name):
+    notice = NOTICES[logger_name]
+    assert is_logged(logger_name, f"See: {notice}, and so on") == asked_to_warn
+    assert is_logged(logger_name, "What matters")
+
+
+@pytest.mark.parametrize(
+    "module", ["torch.ao", "transformers.trainer", "trl.models", "peft.tuners"]
+)
+def test_future_warnings_are_hidden_unless_python_is_asked_to_warn(asked_to_warn, module):
+    assert is_warned(module, FutureWarning) == asked_to_warn
+    assert is_warned(module, UserWarning)
+    assert is_warned(module, DeprecationWarning)
+
+
+def test_warnings_of_distutils_are_hidden_unless_python_is_asked_to_warn(asked_to_warn):
+    assert is_warned("_distutils_hack", UserWarning) == asked_to_warn
+
+
+@pytest.mark.usefixtures("asked_to_warn")
+@pytest.mark.parametrize("module", ["mine", "torchvision.io"])
+def test_future_warnings_of_other_modules_are_not_hidden(module):
+    assert is_warned(module, FutureWarning)

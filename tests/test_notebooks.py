@@ -32,60 +32,117 @@ class ForkedKernel(LocalProvisioner):
         self.process = None
 
 
+class RunNotebook:
+    """The outputs of a notebook's cells."""
+
+    def __init__(self, notebook):
+        self.outputs = {}
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                self.outputs[cell.id] = cell.outputs
+
+    def shown(self, cell_id: str, media_type: str) -> list[str]:
+        """What a cell shows of a type."""
+        shown = []
+        for output in self.outputs[cell_id]:
+            contents = output.get("data", {})
+            if media_type in contents:
+                shown.append(contents[media_type])
+        return shown
+
+    def printed(self, cell_id: str) -> str:
+        text = ""
+        for output in self.outputs[cell_id]:
+            if output.get("name") == "stdout":
+                text += output.text
+        return text
+
+
+def set_parameters(notebook, parameters):
+    """Adds assignments to the notebook's cell of parameters."""
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    defined_names = set(re.findall(r"^(\w+) =", cell.source, flags=re.M))
+    assert parameters.keys() <= defined_names
+    for parameter_name, value in parameters.items():
+        cell.source += f"\n{parameter_name} = {value!r}"
+
+
 @pytest.fixture
 def run(prepared, tmp_path):
-    """A function that runs a notebook with other parameters; it returns cells' outputs by id."""
+    """A function that runs a notebook with other parameters in the folder `here`."""
+    work_folder = tmp_path / "here"
 
-    def run(name: str, variables: dict[str, str], **parameters) -> dict[str, list]:
-        notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
-        (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
-        assert parameters.keys() <= set(re.findall(r"^(\w+) =", cell.source, flags=re.M))
-        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    def run_notebook(notebook_name, environment=None, **parameters) -> RunNotebook:
+        notebook_path = ROOT / "notebooks" / f"{notebook_name}.ipynb"
+        notebook = nbformat.read(notebook_path, as_version=4)
+        set_parameters(notebook, parameters)
+
         kernel = AsyncKernelManager(connection_file=str(tmp_path / "kernel.json"))
         kernel.prepared = prepared
-        kernel.variables = variables | {"IPYTHONDIR": str(tmp_path)}
+        kernel.variables = {**(environment or {}), "IPYTHONDIR": str(tmp_path)}
         kernel.provisioner = ForkedKernel(kernel_spec=kernel.kernel_spec, parent=kernel)
-        (tmp_path / "here").mkdir()
-        place = {"metadata": {"path": tmp_path / "here"}}
-        client = NotebookClient(notebook, km=kernel, timeout=300, resources=place)
+        work_folder.mkdir()
+        client = NotebookClient(
+            notebook,
+            km=kernel,
+            timeout=300,
+            resources={"metadata": {"path": work_folder}},
+        )
         client.execute(cleanup_kc=True)
-        return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+        return RunNotebook(notebook)
 
-    return run
-
-
-def shown(outputs: list, kind: str) -> list[str]:
-    return [output.data[kind] for output in outputs if kind in output.get("data", ())]
+    return run_notebook
 
 
 @pytest.mark.nightly
 def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, tmp_path):
-    small = dict(VISION=parts.vision(tmp_path / "vision", "siglip"), STEPS=1, BATCH=2)
-    small |= dict(LANGUAGE=parts.language(tmp_path / "language"), DRAWN={"train": 4, "test": 2})
-    variables = {"HF_TOKEN": hub.token("ann")}
-    cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
-    assert all(shown(cells[name], "image/png") for name in ("images", "curves"))
-    tables = [shown(cells[name], "text/html") for name in ("build", "recipe", "merge", "compare")]
-    assert all("<pre" in "".join(table) for table in tables)
-    assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")
-    published = hub.repository("ann/m")
-    weights = list((tmp_path / "here/my-model").glob("*.safetensors"))
-    assert weights and all(published.read(file.name) == file.read_bytes() for file in weights)
-    assert "No evaluation is recorded" not in published.read("README.md").decode()
+    notebook = run(
+        "finetune",
+        {"HF_TOKEN": hub.token("ann")},
+        VISION=parts.vision(tmp_path / "vision", "siglip"),
+        LANGUAGE=parts.language(tmp_path / "language"),
+        DRAWN={"train": 4, "test": 2},
+        STEPS=1,
+        BATCH=2,
+        REPO_ID="ann/m",
+        CHECK_LOADING=False,
+    )
+    assert notebook.shown("images", "image/png")
+    assert notebook.shown("curves", "image/png")
+    for cell_id in ("build", "recipe", "merge", "compare"):
+        assert "<pre" in "".join(notebook.shown(cell_id, "text/html"))
+    assert notebook.printed("chat")
+
+    repository = hub.repository("ann/m")
+    weight_files = list((tmp_path / "here" / "my-model").glob("*.safetensors"))
+    assert weight_files
+    for weight_file in weight_files:
+        assert repository.read(weight_file.name) == weight_file.read_bytes()
+    card = repository.read("README.md").decode()
+    assert "No evaluation is recorded" not in card
 
 
 @pytest.mark.slow
 def test_any_model_is_diagnosed_with_figures_and_claims(run, checkpoint, tmp_path):
-    llava = parts.llava(tmp_path / "llava", tiny.llava())
-    Path(llava, "chat_template.jinja").unlink()  # which knows no images
-    cells = run("diagnose", {}, MODEL=str(checkpoint), AGAINST=llava, SAMPLES=2, BATCH=2)
-    figures = ("norms", "paper", "rotation", "attention")
-    assert all(shown(cells[name], "image/png") for name in figures)
-    assert "<pre" in "".join(shown(cells["diagnose"], "text/html"))
-    assert (tmp_path / "here/diagnosis/report.html").exists()
+    llava_folder = parts.llava(tmp_path / "llava", tiny.llava())
+    # This template knows no images.
+    Path(llava_folder, "chat_template.jinja").unlink()
+    notebook = run(
+        "diagnose",
+        MODEL=str(checkpoint),
+        AGAINST=llava_folder,
+        SAMPLES=2,
+        BATCH=2,
+    )
+    for cell_id in ("norms", "paper", "rotation", "attention"):
+        assert notebook.shown(cell_id, "image/png")
+    assert "<pre" in "".join(notebook.shown("diagnose", "text/html"))
+    assert (tmp_path / "here" / "diagnosis" / "report.html").exists()
 
 
 def test_names_in_a_notebook_are_neither_html_nor_markup(tmp_path):
-    done = Diagnosis(["<i>[red]a[/b] & \x1b[31m"], [], diagnosed(), None, tmp_path)
-    html = done._repr_mimebundle_([], [])["text/html"]
-    assert "&lt;i&gt;[red]a[/b] &amp; \\x1b[31m" in html and "the paper" in html
+    verdict = ["<i>[red]a[/b] & \x1b[31m"]
+    diagnosis = Diagnosis(verdict, [], diagnosed(), None, tmp_path)
+    html = diagnosis._repr_mimebundle_([], [])["text/html"]
+    assert "&lt;i&gt;[red]a[/b] &amp; \\x1b[31m" in html
+    assert "the paper" in html

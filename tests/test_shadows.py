@@ -8,9 +8,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_no_folder_or_file_at_the_root_hides_a_package_that_others_import():
-    installed = set(packages_distributions()) | {"evaluate"}  # lm-eval imports it if it is there
-    ours = {"normalign_llava", "tests"}  # nobody imports an installed `tests`
-    folders = {file.parent.name for file in ROOT.glob("*/*.py")}
-    modules = {file.stem for file in ROOT.glob("*.py")}
-    assert "evaluation" in folders
-    assert (folders | modules) & installed - ours == set()
+    folder_names = {path.parent.name for path in ROOT.glob("*/*.py")}
+    module_names = {path.stem for path in ROOT.glob("*.py")}
+    assert "evaluation" in folder_names
+
+    installed_names = set(packages_distributions())
+    installed_names.add("evaluate")  # lm-eval imports it if it is there
+    # Nobody imports an installed `tests`.
+    allowed_names = {"normalign_llava", "tests"}
+    hidden_names = (folder_names | module_names) & installed_names
+    assert hidden_names - allowed_names == set()

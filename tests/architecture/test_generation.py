@@ -1,7 +1,5 @@
 """Generation as LLaVA's with a norm behind its projector; training after it in quantized models."""
 
-from functools import partial
-
 import pytest
 import tiny
 import torch
@@ -15,64 +13,119 @@ def model():
     return tiny.model()
 
 
-def generate(model, batch, tokens=6, **options):
+def generate(model, batch, **options):
     torch.manual_seed(0)
-    options = {"do_sample": False, "min_new_tokens": tokens, **options}
-    out = model.generate(**batch, max_new_tokens=tokens, **options)
-    return out[:, batch["input_ids"].shape[1] :]
+    sequences = model.generate(
+        **batch,
+        max_new_tokens=6,
+        min_new_tokens=6,
+        do_sample=False,
+        **options,
+    )
+    prompt_length = batch["input_ids"].shape[1]
+    return sequences[:, prompt_length:]
 
 
 @pytest.fixture(scope="module")
 def reference(model):
     """Stock LLaVA with the same weights, its projector followed by torch's layer_norm in a hook."""
-    stock = tiny.llava()
-    state = model.state_dict()
-    stock.load_state_dict({name: state[name] for name in state if "projector.norm" not in name})
+    llava = tiny.llava()
+    llava_tensors = {}
+    for tensor_name, tensor in model.state_dict().items():
+        if "projector.norm" not in tensor_name:
+            llava_tensors[tensor_name] = tensor
+    llava.load_state_dict(llava_tensors)
     norm = model.model.multi_modal_projector.norm
 
-    def normalise(module, args, output):
-        shape = norm.normalized_shape
-        return torch.nn.functional.layer_norm(output, shape, norm.weight, norm.bias, norm.eps)
+    def normalise(module, arguments, output):
+        return torch.nn.functional.layer_norm(
+            output,
+            norm.normalized_shape,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+        )
 
-    stock.model.multi_modal_projector.register_forward_hook(normalise)
-    return stock
+    llava.model.multi_modal_projector.register_forward_hook(normalise)
+    return llava
 
 
 @pytest.mark.parametrize("images", [0, 1, 3])
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_generate_as_llava_with_a_norm_in_a_hook(model, reference, options, images):
     batch = tiny.inputs(images=images)
-    assert torch.equal(generate(model, batch, **options), generate(reference, batch, **options))
+    expected = generate(reference, batch, **options)
+    assert torch.equal(generate(model, batch, **options), expected)
 
 
-def test_quantized_models_train_rightly_after_a_generate(tmp_path):
+@pytest.fixture
+def load_float32(tmp_path):
+    """Loads a checkpoint with layers that are wide enough for 4 bits."""
+    text_config = tiny.text_config(
+        hidden_size=64,
+        intermediate_size=128,
+        head_dim=32,
+    )
+    tiny.model(text=text_config).save_pretrained(tmp_path)
+
+    def load(**options):
+        return NormAlignLlavaForConditionalGeneration.from_pretrained(
+            tmp_path,
+            dtype=torch.float32,
+            **options,
+        )
+
+    return load
+
+
+@pytest.fixture
+def load_in_4_bits(load_float32):
+    def load():
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        return load_float32(quantization_config=quantization)
+
+    return load
+
+
+def copy_quantized_values(quantized_model, reference):
+    """Writes the values of 4-bit layers into ordinary float32 matrices."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    for module_name, module in quantized_model.named_modules():
+        if type(module).__name__ == "Linear4bit":
+            values = dequantize_4bit(module.weight, module.weight.quant_state)
+            with torch.no_grad():
+                reference.get_submodule(module_name).weight.copy_(values)
+
+
+def test_quantized_models_train_rightly_after_a_generate(load_float32, load_in_4_bits):
     """On AVX512, bitsandbytes repacks 4-bit weights in the first forward in eval mode, for good."""
-    dequantize_4bit = pytest.importorskip("bitsandbytes").functional.dequantize_4bit
-    wide = dict(hidden_size=64, intermediate_size=128, head_dim=32)
-    tiny.model(text=tiny.text_config(**wide)).save_pretrained(tmp_path)
-    nf4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    cls = NormAlignLlavaForConditionalGeneration
-    dtype = torch.float32
-    load = partial(cls.from_pretrained, tmp_path, dtype=dtype)
-    quantized = load(quantization_config=BitsAndBytesConfig(**nf4))
-    batch = {name: tensor.to(quantized.device) for name, tensor in tiny.inputs().items()}
-    assert generate(quantized, batch).shape == (1, 6)
-    quantized.train()
-    loss = quantized(**batch, labels=batch["input_ids"]).loss
-    loss.backward()
-    # The reference holds the same quantized values as ordinary float32 matrices.
-    fresh = load(quantization_config=BitsAndBytesConfig(**nf4))
-    reference = load().to(quantized.device).train()
-    with torch.no_grad():
-        for name, module in fresh.named_modules():
-            if type(module).__name__ == "Linear4bit":
-                values = dequantize_4bit(module.weight, module.weight.quant_state)
-                reference.get_submodule(name).weight.copy_(values)
-    reference(**batch, labels=batch["input_ids"]).loss.backward()
-    trained = {name: p for name, p in quantized.named_parameters() if p.grad is not None}
-    assert "model.multi_modal_projector.norm.weight" in trained
-    assert any("vision_tower" in name for name in trained)
-    for name, parameter in trained.items():
-        expected = reference.get_parameter(name).grad
+    pytest.importorskip("bitsandbytes")
+    quantized_model = load_in_4_bits()
+    batch = {}
+    for input_name, tensor in tiny.inputs().items():
+        batch[input_name] = tensor.to(quantized_model.device)
+    labels = batch["input_ids"]
+    assert generate(quantized_model, batch).shape == (1, 6)
+    quantized_model.train()
+    quantized_model(**batch, labels=labels).loss.backward()
+
+    reference = load_float32().to(quantized_model.device).train()
+    copy_quantized_values(load_in_4_bits(), reference)
+    reference(**batch, labels=labels).loss.backward()
+
+    trained_names = []
+    for parameter_name, parameter in quantized_model.named_parameters():
+        if parameter.grad is None:
+            continue
+        trained_names.append(parameter_name)
+        expected = reference.get_parameter(parameter_name).grad
         if expected.norm() > 1e-6:
-            assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
+            difference = parameter.grad - expected
+            assert difference.norm() <= 1e-4 * expected.norm(), parameter_name
+    assert "model.multi_modal_projector.norm.weight" in trained_names
+    assert any("vision_tower" in parameter_name for parameter_name in trained_names)

@@ -22,7 +22,10 @@ from normalign_llava.assembly.build import build_checkpoint
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PAGE = (DOCS / "serving.md").read_text()
-IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+IMAGES = [
+    Image.linear_gradient("L").convert("RGB"),
+    Image.new("RGB", (20, 30), "red"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,8 @@ def folder(tmp_path_factory):
     """A folder with what the page takes as given: `my-model` and `kite.png`."""
     root = tmp_path_factory.mktemp("serving")
     language = parts.language(root / "language", tied=False)
-    build_checkpoint(parts.vision(root / "vision"), language, root / "built")
+    vision = parts.vision(root / "vision")
+    build_checkpoint(vision, language, root / "built")
     model = AutoModelForImageTextToText.from_pretrained(root / "built")
     tiny.heeding(model).save_pretrained(root / "my-model")
     AutoProcessor.from_pretrained(root / "built").save_pretrained(root / "my-model")
@@ -39,56 +43,110 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder):
-    """The address of a server, begun by the page's command."""
+def server_url(folder):
+    """The address of a server that the page's command has started."""
     (command,) = re.findall(r"^transformers (serve my-model .*)$", PAGE, re.MULTILINE)
     with served(folder, command.split()) as address:
         yield address
 
 
-def ask(url, messages, **options):
-    client = pytest.importorskip("openai").OpenAI(base_url=f"{url}/v1", api_key="none")
-    options |= dict(model="my-model", max_tokens=8, temperature=0)
-    return client.chat.completions.create(messages=messages, **options)
+def ask(server_url, messages, **options):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server_url}/v1", api_key="none")
+    return client.chat.completions.create(
+        model="my-model",
+        messages=messages,
+        max_tokens=8,
+        temperature=0,
+        **options,
+    )
 
 
-def test_answers_are_those_of_generate(folder, url):
+IMAGE_COUNTS = {
+    "none": [],
+    "the first": IMAGES[:1],
+    "the second": IMAGES[1:],
+    "both": IMAGES,
+}
+every_image_count = pytest.mark.parametrize("images", IMAGE_COUNTS.values(), ids=IMAGE_COUNTS)
+
+
+@every_image_count
+def test_answers_are_those_of_generate(folder, server_url, images):
+    answer, prompt_length, answer_ids, _ = generate(folder / "my-model", "what is it", *images)
+    completion = ask(server_url, request("what is it", *images))
+    assert completion.choices[0].message.content == answer
+    assert completion.usage.prompt_tokens == prompt_length
+    assert completion.usage.completion_tokens == len(answer_ids)
+
+
+@every_image_count
+def test_streamed_answers_are_those_of_generate(folder, server_url, images):
+    expected, *_ = generate(folder / "my-model", "what is it", *images)
+    answer = ""
+    for chunk in ask(server_url, request("what is it", *images), stream=True):
+        if chunk.choices:
+            answer += chunk.choices[0].delta.content or ""
+    assert answer == expected
+
+
+def test_answers_about_different_images_differ(folder):
+    """So images matter to the answers that are compared here."""
     answers = []
-    for images in ([], IMAGES[:1], IMAGES[1:], IMAGES):
-        expected, prompt, ids, _ = generate(folder / "my-model", "what is it", *images)
-        answer = ask(url, request("what is it", *images))
-        assert answer.choices[0].message.content == expected
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(ids))
-        streamed = ask(url, request("what is it", *images), stream=True)
-        deltas = [chunk.choices[0].delta.content for chunk in streamed if chunk.choices]
-        assert "".join(filter(None, deltas)) == expected
-        answers.append(expected)
-    assert answers[1] != answers[2]  # the images arrive
+    for image in IMAGES:
+        answer, *_ = generate(folder / "my-model", "what is it", image)
+        answers.append(answer)
+    assert answers[0] != answers[1]
 
 
-def test_the_page_s_client_is_answered(folder, url):
+def test_the_page_s_client_is_answered(folder, server_url):
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    code = snippet.replace("http://localhost:8000", url)
-    command = [sys.executable, "-c", code]
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    expected, *_ = generate(folder / "my-model", "What is in the image?", IMAGES[0], tokens=64)
+    code = snippet.replace("http://localhost:8000", server_url)
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    expected, *_ = generate(
+        folder / "my-model",
+        "What is in the image?",
+        IMAGES[0],
+        tokens=64,
+    )
     assert process.stdout == f"{expected}\n", process.stderr
 
 
 VLLM = """
-import json, sys
+import json
+import sys
+
 from vllm import LLM, SamplingParams
 
+
 def main():
-    model, asked = sys.argv[1], json.load(open(sys.argv[2]))
-    how = dict(dtype="float32", enforce_eager=True, max_model_len=128, trust_remote_code=True)
-    llm = LLM(model, model_impl="transformers", limit_mm_per_prompt={"image": 2}, **how)
+    model_folder = sys.argv[1]
+    with open(sys.argv[2]) as file:
+        conversations = json.load(file)
+    llm = LLM(
+        model_folder,
+        model_impl="transformers",
+        limit_mm_per_prompt={"image": 2},
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        trust_remote_code=True,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
     answers = []
-    for said in llm.chat(asked, SamplingParams(temperature=0, max_tokens=8, logprobs=1)):
-        tokens, options = said.outputs[0].token_ids, said.outputs[0].logprobs
-        logprobs = [option[token].logprob for token, option in zip(tokens, options)]
-        answers.append([list(tokens), logprobs])
+    for result in llm.chat(conversations, sampling):
+        output = result.outputs[0]
+        log_probabilities = []
+        for token_id, candidates in zip(output.token_ids, output.logprobs):
+            log_probabilities.append(candidates[token_id].logprob)
+        answers.append([list(output.token_ids), log_probabilities])
     print(json.dumps(answers))
+
 
 if __name__ == "__main__":
     main()
@@ -96,23 +154,48 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is not set")
-@pytest.mark.parametrize("kind, norm", [("siglip", "layer_norm"), ("registers", "rms_norm")])
-def test_vllm_answers_as_transformers(tmp_path, kind, norm):
-    sizes = dict(hidden_size=64, num_key_value_heads=2, head_dim=32)  # that vLLM's attention has
-    language = parts.language(tmp_path / "l", tied=kind == "siglip", **sizes)
-    build_checkpoint(parts.vision(tmp_path / "v", kind), language, tmp_path / "model", norm=norm)
+@pytest.mark.parametrize(
+    ("vision", "norm", "tied"),
+    [
+        ("siglip", "layer_norm", True),
+        ("registers", "rms_norm", False),
+    ],
+)
+def test_vllm_answers_as_transformers(tmp_path, vision, norm, tied):
+    # vLLM's attention supports these sizes.
+    language = parts.language(
+        tmp_path / "language",
+        tied=tied,
+        hidden_size=64,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    encoder = parts.vision(tmp_path / "vision", vision)
+    build_checkpoint(encoder, language, tmp_path / "model", norm=norm)
+
+    asked_images = [IMAGES[:1], [], IMAGES]
+    conversations = [request("what is it", *images) for images in asked_images]
+    (tmp_path / "asked.json").write_text(json.dumps(conversations))
     (tmp_path / "ask.py").write_text(VLLM)
-    asked = [request("what is it", *images) for images in (IMAGES[:1], [], IMAGES)]
-    (tmp_path / "asked.json").write_text(json.dumps(asked))
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    environment["VLLM_NO_USAGE_STATS"] = "1"
-    command = [os.environ["VLLM_PYTHON"], "ask.py", "model", "asked.json"]
-    how = dict(capture_output=True, text=True, env=environment)
-    process = subprocess.run(command, cwd=tmp_path, **how)
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    process = subprocess.run(
+        [os.environ["VLLM_PYTHON"], "ask.py", "model", "asked.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert process.returncode == 0, process.stderr[-5000:]
-    lines = [line for line in process.stdout.splitlines() if line.startswith("[[")]
-    answers = json.loads(lines[-1])
-    for images, (ids, logprobs) in zip((IMAGES[:1], [], IMAGES), answers, strict=True):
-        _, _, expected_ids, expected_logprobs = generate(tmp_path / "model", "what is it", *images)
-        assert ids == expected_ids
-        assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+    answer_lines = [line for line in process.stdout.splitlines() if line.startswith("[[")]
+    answers = json.loads(answer_lines[-1])
+
+    for images, answer in zip(asked_images, answers, strict=True):
+        answer_ids, log_probabilities = answer
+        _, _, expected_ids, expected = generate(tmp_path / "model", "what is it", *images)
+        assert answer_ids == expected_ids
+        assert log_probabilities == pytest.approx(expected, abs=1e-4)

@@ -30,7 +30,16 @@ from normalign_llava.fetched.fetch import SPEECHES, fetch_unpacked
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
-train_questions = cache(lambda: easy_vqa("train", 0))
+
+
+@cache
+def train_questions():
+    return easy_vqa("train", 0)
+
+
+@cache
+def image_pixels(image_path) -> bytes:
+    return load_image(image_path).tobytes()
 
 
 @pytest.fixture
@@ -39,163 +48,277 @@ def read_once(monkeypatch):
     monkeypatch.setattr(questions_of, "easy_vqa", lambda split, seed: train_questions())
 
 
+def image_contents(questions) -> set[bytes]:
+    return {question.image.read_bytes() for question in questions}
+
+
 def test_no_image_of_the_test_split_or_drawing_of_the_test_is_trained_on():
-    trained = {question.image.read_bytes() for question in [*train_questions(), *emoji("train")]}
-    held = {question.image.read_bytes() for question in [*easy_vqa("test", 0), *emoji_by_others()]}
-    assert len(held) > 900 and not trained & held
+    trained_images = image_contents([*train_questions(), *emoji("train")])
+    held_out_images = image_contents([*easy_vqa("test", 0), *emoji_by_others()])
+    assert len(held_out_images) > 900
+    assert not trained_images & held_out_images
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_yes_and_no_are_equally_frequent_for_every_wording(split):
-    answers = defaultdict(Counter)
+    counts_by_wording = defaultdict(Counter)
     for question in easy_vqa(split, 0):
         if question.kind == "yes/no":
-            answers[question.text][question.answer] += 1
-    assert len(answers) > 80
-    assert all(counts["yes"] == counts["no"] > 0 for counts in answers.values())
+            counts_by_wording[question.text][question.answer] += 1
+    assert len(counts_by_wording) > 80
+    for counts in counts_by_wording.values():
+        assert counts["yes"] == counts["no"]
+        assert counts["yes"] > 0
+
+
+def message_text(message) -> str:
+    return message["content"][-1]["text"]
 
 
 @pytest.mark.usefixtures("read_once")
 def test_questions_of_a_row_are_about_its_image():
-    true = defaultdict(set)
-    pixels = cache(lambda path: load_image(path).tobytes())
+    taught_of_image = defaultdict(set)
     for question in train_questions():
-        true[pixels(question.image)].add((question.text, question.taught))
+        pixels = image_pixels(question.image)
+        taught_of_image[pixels].add((question.text, question.taught))
+
     for row in training_data(60, emoji_share=0.0):
-        _, *texts = (message["content"][-1]["text"] for message in row["messages"])
+        # The first turn is the system's.
+        texts = [message_text(message) for message in row["messages"][1:]]
         pairs = set(zip(texts[::2], texts[1::2], strict=True))
-        assert pairs <= true[row["images"][0].tobytes()]
+        pixels = row["images"][0].tobytes()
+        assert pairs <= taught_of_image[pixels]
 
 
-def test_what_is_taught_begins_with_what_is_seen():
-    by_image = defaultdict(list)
+@pytest.fixture
+def questions_by_image():
+    grouped = defaultdict(list)
     for question in train_questions():
-        by_image[question.image].append(question)
+        grouped[question.image].append(question)
+    return grouped
+
+
+def test_shapes_and_colours_are_taught_as_they_are_answered():
+    for question in train_questions():
+        if question.kind != "yes/no":
+            assert question.taught == question.answer
+
+
+def test_an_answer_of_yes_or_no_is_taught_with_what_is_seen(questions_by_image):
+    """As in: `red circle, not a square, no`."""
     checked = 0
-    for questions in by_image.values():
-        told = {q.answer for q in questions if q.kind != "yes/no"}
+    for questions in questions_by_image.values():
+        true_answers = {question.answer for question in questions if question.kind != "yes/no"}
         for question in questions:
-            if question.kind != "yes/no":
-                assert question.taught == question.answer
-            elif question.taught:
-                seen, fact, answer = question.taught.split(", ")
-                colour, shape = seen.split()
-                assert colour in CHOICES["colour"] and shape in CHOICES["shape"]
-                assert answer == question.answer and told <= {colour, shape}
-                named = colour in question.text or shape in question.text
-                negated = " not " in question.text or " no " in question.text
-                assert (answer == "yes") == (named != negated) and named != fact.startswith("not ")
-                assert fact.removeprefix("not ") in question.text
-                checked += 1
+            if question.kind != "yes/no" or not question.taught:
+                continue
+            seen, fact, answer = question.taught.split(", ")
+            colour, shape = seen.split()
+            assert colour in CHOICES["colour"]
+            assert shape in CHOICES["shape"]
+            assert true_answers <= {colour, shape}
+            assert answer == question.answer
+
+            is_named = colour in question.text or shape in question.text
+            is_negated = " not " in question.text or " no " in question.text
+            assert (answer == "yes") == (is_named != is_negated)
+            assert is_named != fact.startswith("not ")
+            assert fact.removeprefix("not ") in question.text
+            checked += 1
     assert checked > 5000
 
 
-def test_a_drawing_is_placed_anywhere_in_many_sizes_and_mirrored_half_the_time(tmp_path):
+class Placement:
+    """Where a drawing is in an image, how large, and whether it is mirrored."""
+
+    def __init__(self, image):
+        assert image.mode == "RGB"
+        assert image.size == (64, 64)
+        is_drawn = (np.asarray(image) != 255).any(2)
+        rows = np.flatnonzero(is_drawn.any(1))
+        columns = np.flatnonzero(is_drawn.any(0))
+        assert len(rows) == len(columns)
+        assert is_drawn.sum() == len(rows) ** 2
+        self.side = len(rows)
+        self.top = int(rows[0])
+        self.left = int(columns[0])
+        blue = image.getpixel((self.left, self.top))[2]
+        self.is_mirrored = blue > 128
+
+
+@pytest.fixture
+def placements(tmp_path):
+    """400 of a drawing whose left half is red and whose right half is blue."""
     drawing = Image.new("RGBA", (64, 64), "blue")
     drawing.paste("red", (0, 0, 32, 64))
     drawing.save(tmp_path / "drawing.png")
-    sides = Counter()
-    corners = set()
-    mirrored = 0
     random = Random(0)
-    for _ in range(400):
-        shown = placed(tmp_path / "drawing.png", random)
-        assert shown.mode == "RGB" and shown.size == (64, 64)
-        is_drawn = (np.asarray(shown) != 255).any(2)
-        rows = np.flatnonzero(is_drawn.any(1))
-        columns = np.flatnonzero(is_drawn.any(0))
-        assert len(rows) == len(columns) and is_drawn.sum() == len(rows) ** 2
-        sides[len(rows)] += 1
-        corners.add((len(rows), rows[0], columns[0]))
-        mirrored += shown.getpixel((int(columns[0]), int(rows[0])))[2] > 128
-    assert sides.keys() == {*range(42, 65)}  # 65 % of 64 is 41.6
-    assert abs(mirrored - 200) < 40  # four standard deviations
-    small = {(top, left) for side, top, left in corners if side == 42}
-    assert len({top for top, _ in small}) > 5 and len({left for _, left in small}) > 5
-    assert any(top != left for top, left in small)
+    return [Placement(placed(tmp_path / "drawing.png", random)) for _ in range(400)]
 
 
-def test_a_conversation_about_one_image_or_several():
-    asked = [Question("shape", f"Q{n}", f"A{n}", None, f"taught {n}") for n in range(2)]
-    red, blue = (Image.new("RGB", (2, 2), colour) for colour in ("red", "blue"))
-    for images, second in (([red], []), ([red, blue], [{"type": "image"}])):
-        row = conversation(asked, images)
-        assert row["messages"][:2] == prompt("Q0")
-        texts = [{"type": "text", "text": text} for text in ("taught 0", "Q1", "taught 1")]
-        assert row["messages"][2:] == [
-            {"role": "assistant", "content": texts[:1]},
-            {"role": "user", "content": [*second, texts[1]]},
-            {"role": "assistant", "content": texts[2:]},
-        ]
-        assert len(row["images"]) == len(images)
-    system, user = prompt("Q?", "a.png")
-    assert system["content"] == [{"type": "text", "text": SYSTEM}]
-    assert user["content"] == [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Q?"}]
+def test_a_drawing_is_placed_in_many_sizes(placements):
+    sides = {placement.side for placement in placements}
+    assert sides == {*range(42, 65)}  # 65 % of 64 is 41.6
+
+
+def test_a_drawing_is_mirrored_half_the_time(placements):
+    mirrored_count = sum(placement.is_mirrored for placement in placements)
+    assert abs(mirrored_count - 200) < 40  # four standard deviations
+
+
+def test_a_small_drawing_is_placed_anywhere(placements):
+    small = [placement for placement in placements if placement.side == 42]
+    assert len({placement.top for placement in small}) > 5
+    assert len({placement.left for placement in small}) > 5
+    assert any(placement.top != placement.left for placement in small)
+
+
+@pytest.mark.parametrize(
+    ("colours", "second_image"),
+    [
+        pytest.param(["red"], [], id="one image"),
+        pytest.param(["red", "blue"], [{"type": "image"}], id="several"),
+    ],
+)
+def test_a_conversation_about_one_image_or_several(colours, second_image):
+    questions = [
+        Question("shape", "Q0", "A0", None, "taught 0"),
+        Question("shape", "Q1", "A1", None, "taught 1"),
+    ]
+    images = [Image.new("RGB", (2, 2), colour) for colour in colours]
+    row = conversation(questions, images)
+    assert len(row["images"]) == len(images)
+    assert row["messages"][:2] == prompt("Q0")
+    assert row["messages"][2:] == [
+        {"role": "assistant", "content": [{"type": "text", "text": "taught 0"}]},
+        {"role": "user", "content": [*second_image, {"type": "text", "text": "Q1"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "taught 1"}]},
+    ]
+
+
+def test_a_prompt_has_the_system_turn_and_the_image_before_the_question():
+    system_turn, user_turn = prompt("Q?", "a.png")
+    assert system_turn["content"] == [{"type": "text", "text": SYSTEM}]
+    assert user_turn["content"] == [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "Q?"},
+    ]
+
+
+@pytest.fixture
+def rows_with_emoji(read_once):
+    """200 rows, a quarter of them of emoji."""
+    return training_data(200, emoji_share=0.25, seed=3)
+
+
+def test_training_data_depend_on_the_seed(rows_with_emoji):
+    assert rows_with_emoji[:20] == training_data(20, emoji_share=0.25, seed=3)[:]
+    with_other_seed = training_data(5, emoji_share=0.25, seed=4)
+    assert rows_with_emoji[:5]["messages"] != with_other_seed["messages"]
 
 
 @pytest.mark.usefixtures("read_once")
-def test_a_share_of_the_rows_asks_for_the_names_of_two_emoji():
-    drawn = {question.answer for question in emoji("train")}
-    assert drawn == {*EMOJI}
-    rows = training_data(200, emoji_share=0.25, seed=3)
-    assert rows[:20] == training_data(20, emoji_share=0.25, seed=3)[:]
-    assert rows[:5]["messages"] != training_data(5, emoji_share=0.25, seed=4)["messages"]
-    images = training_data(100)["images"]  # 30 of them by default
-    assert abs(sum(len(shown) == 2 for shown in images) - 30) < 19  # four standard deviations
-    counts = Counter()
-    for messages, images in zip(rows["messages"], rows["images"], strict=True):
-        texts = [message["content"][-1]["text"] for message in messages]
-        assert texts[0] == SYSTEM and len(texts) == 5
-        is_emoji = texts[1] == texts[3] == "what is this?"
-        counts[is_emoji] += 1
-        assert len(images) == (2 if is_emoji else 1)
-        if is_emoji:
-            assert {texts[2], texts[4]} <= drawn and texts[2] != texts[4]
-        else:
-            assert sum(text.endswith((", yes", ", no")) for text in texts) == 1
-            counts["yes or no first"] += texts[2].endswith((", yes", ", no"))
-    assert abs(counts[True] - 50) < 25  # four standard deviations
-    assert abs(counts["yes or no first"] - counts[False] / 2) < 25
+def test_three_tenths_of_the_rows_ask_for_emoji_by_default():
+    emoji_count = 0
+    for images in training_data(100)["images"]:
+        if len(images) == 2:
+            emoji_count += 1
+    assert abs(emoji_count - 30) < 19  # four standard deviations
+
+
+def ends_with_yes_or_no(text) -> bool:
+    return text.endswith((", yes", ", no"))
+
+
+def test_a_share_of_the_rows_asks_for_the_names_of_two_emoji(rows_with_emoji):
+    drawn_names = {question.answer for question in emoji("train")}
+    assert drawn_names == {*EMOJI}
+
+    emoji_count = 0
+    for row in rows_with_emoji:
+        system, question, answer, second_question, second_answer = map(
+            message_text, row["messages"]
+        )
+        assert system == SYSTEM
+        if question == "what is this?" and second_question == "what is this?":
+            emoji_count += 1
+            assert len(row["images"]) == 2
+            assert {answer, second_answer} <= drawn_names
+            assert answer != second_answer
+    assert abs(emoji_count - 50) < 25  # four standard deviations
+
+
+def test_the_other_rows_ask_one_question_of_yes_or_no_in_either_place(rows_with_emoji):
+    row_count = 0
+    yes_or_no_first = 0
+    for row in rows_with_emoji:
+        _, question, answer, second_question, second_answer = map(message_text, row["messages"])
+        if question == "what is this?" and second_question == "what is this?":
+            continue
+        row_count += 1
+        assert len(row["images"]) == 1
+        assert ends_with_yes_or_no(answer) != ends_with_yes_or_no(second_answer)
+        yes_or_no_first += ends_with_yes_or_no(answer)
+    assert abs(yes_or_no_first - row_count / 2) < 25  # four standard deviations
 
 
 def test_held_out_are_the_first_questions_of_every_kind_and_all_emoji():
-    asked = held_out(3, seed=1)
-    kinds = [question.kind for question in asked]
-    assert kinds == [*["shape"] * 3, *["colour"] * 3, *["yes/no"] * 3, *["emoji"] * 12]
-    test = easy_vqa("test", 1)
+    shown_questions = held_out(3, seed=1)
+    kinds = [question.kind for question in shown_questions]
+    assert kinds == ["shape"] * 3 + ["colour"] * 3 + ["yes/no"] * 3 + ["emoji"] * 12
+
+    test_questions = easy_vqa("test", 1)
     for kind in ("shape", "colour", "yes/no"):
-        of_kind = [question for question in test if question.kind == kind]
-        assert of_kind[:3] == [question for question in asked if question.kind == kind]
-    assert asked[9:] == emoji("test")
-    other = held_out(3, seed=2)
-    for first in (0, 3, 6):  # of each kind
-        assert asked[first : first + 3] != other[first : first + 3]
-    wordings = [question.text for question in test if question.kind == "yes/no"]
-    assert wordings[::2] == wordings[1::2]  # yes and no to each
+        of_kind = [question for question in test_questions if question.kind == kind]
+        assert of_kind[:3] == [question for question in shown_questions if question.kind == kind]
+    assert shown_questions[9:] == emoji("test")
+
+
+@pytest.mark.parametrize("first_of_kind", [0, 3, 6])
+def test_held_out_questions_of_every_kind_depend_on_the_seed(first_of_kind):
+    of_kind = slice(first_of_kind, first_of_kind + 3)
+    assert held_out(3, seed=1)[of_kind] != held_out(3, seed=2)[of_kind]
+
+
+def test_each_wording_of_the_test_follows_itself_with_yes_and_no():
+    wordings = [question.text for question in easy_vqa("test", 1) if question.kind == "yes/no"]
+    assert wordings[::2] == wordings[1::2]
     assert len({*wordings[:40]}) > 10
 
 
 def test_passages_follow_each_other():
-    (file,) = fetch_unpacked(SPEECHES).rglob("1961_john_f_kennedy_d.txt")
-    words = file.read_text(encoding="utf-8").split()
-    expected = [" ".join(words[start : start + 7]) for start in (0, 7, 14)]
+    (speech_path,) = fetch_unpacked(SPEECHES).rglob("1961_john_f_kennedy_d.txt")
+    words = speech_path.read_text(encoding="utf-8").split()
+    expected = [
+        " ".join(words[:7]),
+        " ".join(words[7:14]),
+        " ".join(words[14:21]),
+    ]
     assert passages(3, 7) == expected
 
 
 def test_drawings_by_others_are_of_two_vendors_each_also_mirrored():
-    asked = emoji_by_others()
-    assert [question.answer for question in asked] == [*EMOJI] * 4
-    assert [question.is_mirrored for question in asked] == [False] * 24 + [True] * 24
-    images = [question.image for question in asked]
-    assert images[:24] == images[24:] and len({*images}) == 24
-    assert images[:12] == [question.image for question in emoji("test")]
-    assert all("twitter" in str(image) for image in images[12:24])
+    questions = emoji_by_others()
+    assert [question.answer for question in questions] == [*EMOJI] * 4
+    mirrored = [question.is_mirrored for question in questions]
+    assert mirrored == [False] * 24 + [True] * 24
+
+    image_paths = [question.image for question in questions]
+    assert image_paths[:24] == image_paths[24:]
+    assert len({*image_paths}) == 24
+    assert image_paths[:12] == [question.image for question in emoji("test")]
+    for image_path in image_paths[12:24]:
+        assert "twitter" in str(image_path)
 
 
 def test_a_mirrored_question_is_shown_as_in_a_mirror(tmp_path):
-    image = Image.new("RGB", (2, 1), "red")
-    image.putpixel((1, 0), (0, 0, 255))
+    red = (255, 0, 0)
+    blue = (0, 0, 255)
+    image = Image.new("RGB", (2, 1), red)
+    image.putpixel((1, 0), blue)
     image.save(tmp_path / "a.png")
-    plain = Question("emoji", "Q", "A", tmp_path / "a.png", None)
-    assert plain.shown().getpixel((0, 0)) == (255, 0, 0)
-    assert plain._replace(is_mirrored=True).shown().getpixel((0, 0)) == (0, 0, 255)
+
+    question = Question("emoji", "Q", "A", tmp_path / "a.png", None)
+    assert question.shown().getpixel((0, 0)) == red
+    mirrored_question = question._replace(is_mirrored=True)
+    assert mirrored_question.shown().getpixel((0, 0)) == blue

@@ -30,15 +30,21 @@ def bare(root: Path, **kwargs) -> Path:
     """A built checkpoint and nothing more."""
     folder = root / "tiny-normalign"
     language = parts.language(root / "language", **kwargs)
-    build_checkpoint(parts.vision(root / "vision"), language, folder)
+    vision = parts.vision(root / "vision")
+    build_checkpoint(vision, language, folder)
     return folder
 
 
 def full(folder: Path) -> Path:
     """A bare one with licences, data, training, a diagnosis and an evaluation."""
     licensed(folder, "apache-2.0", "apache-2.0")
-    dataset = {"id": "user/data", "revision": "b" * 40, "license": "apache-2.0"}
-    trained(folder, {**dataset, "language": ["en", "de"]})
+    dataset = {
+        "id": "user/data",
+        "revision": "b" * 40,
+        "license": "apache-2.0",
+        "language": ["en", "de"],
+    }
+    trained(folder, dataset)
     measured(folder)
     evaluated(folder)
     return folder
@@ -46,24 +52,61 @@ def full(folder: Path) -> Path:
 
 def edit(file: Path, **changes) -> None:
     """Sets fields of a JSON file, which may not be there yet."""
-    content = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(content | changes))
+    content = {}
+    if file.exists():
+        content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, **changes}))
+
+
+def _license_record(name: str | None) -> dict | None:
+    if not name:
+        return name
+    return {"license": name}
 
 
 def licensed(folder: Path, of_vision: str | None, of_language: str | None, **changes) -> None:
     """Names the parts as the Hub has them, and their licences."""
-    licences = {"vision": of_vision, "language": of_language}
-    licences = {part: licence and {"license": licence} for part, licence in licences.items()}
-    names = {"vision": "google/encoder", "language": "Qwen/decoder", "vision_revision": "c" * 40}
-    edit(folder / "build.json", licenses=licences, **{**names, **changes})
+    records = {
+        "vision": "google/encoder",
+        "language": "Qwen/decoder",
+        "vision_revision": "c" * 40,
+        **changes,
+    }
+    licenses = {
+        "vision": _license_record(of_vision),
+        "language": _license_record(of_language),
+    }
+    edit(folder / "build.json", licenses=licenses, **records)
+
+
+LEARNING_RATES = {
+    "vision tower": 0.0,
+    "projector": 1e-3,
+    "norm": 2e-3,
+    "language model": 0.0,
+}
+
+
+def _modules() -> list[dict]:
+    modules = []
+    for module_name, learning_rate in LEARNING_RATES.items():
+        module = {
+            "module": module_name,
+            "trained": bool(learning_rate),
+            "learning_rate": learning_rate,
+        }
+        modules.append(module)
+    return modules
 
 
 def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
     """Two stages of training: `training.json` records the second, and in it the first."""
-    rates = [("vision tower", 0.0), ("projector", 1e-3), ("norm", 2e-3), ("language model", 0.0)]
-    modules = [dict(module=name, trained=bool(rate), learning_rate=rate) for name, rate in rates]
-    batch = {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2}
-    record = {
+    run = {
+        "modules": _modules(),
+        "batch": {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2},
+        "steps": 32,
+    }
+    align_record = {
         "stage": "align",
         "arm": "gwc",
         "config_changes": {"projector_norm": "layer_norm", "projector_gain_init": "text_norm"},
@@ -72,14 +115,20 @@ def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
         "text_embedding_norm": 3.2,
         "data": [_source("first", 500, 3, 2, dataset)],
         "versions": {"torch": "2.13.0", "normalign_llava": "0.1.0"},
-        "run": {"modules": modules, "batch": batch, "steps": 32},
+        "run": run,
         "hardware": {"devices": ["NVIDIA H200"], "count": 2, "machine": "x86_64 Linux"},
         "seconds": 5400.0,
         "commit": "d" * 40,
     }
-    data = [_source("second", 60, 0, 0, dataset)]
-    after = {"stage": "tune", "data": data, "seconds": 42.0, "before": record}
-    edit(folder / "training.json", **{**record, **after, **changes})
+    tune_record = {
+        **align_record,
+        "stage": "tune",
+        "data": [_source("second", 60, 0, 0, dataset)],
+        "seconds": 42.0,
+        "before": align_record,
+        **changes,
+    }
+    edit(folder / "training.json", **tune_record)
 
 
 def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
@@ -90,46 +139,87 @@ def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
     stored.store(folder, weights)
 
 
+DRAWINGS = [
+    Drawing("interface.png", "Interface", "A caption.", "interface"),
+    Drawing("rotation.png", "Rotation", "A caption.", "depth"),
+    Drawing("norms.png", "Norms", "A caption.", "depth"),
+    Drawing("attention_1.png", "Attention_1", f"Of {SECRET}", "attention"),
+    Drawing("gone.png", "Gone", "A caption.", "depth"),
+]
+"""Figures of a diagnosis. The last one's file is missing."""
+
+
 def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
     """A diagnosis with a baseline, and its figures; one of them shows samples of the data."""
-    size = stored.weights(folder)["model.multi_modal_projector.norm.weight"].abs().mean().item()
-    gain = Gain(2.2812, size, 0.0152, 0.0197, 0.8765, 0.4321)
+    weights = stored.weights(folder)
+    gain_weight = weights["model.multi_modal_projector.norm.weight"]
+    gain = Gain(2.2812, gain_weight.abs().mean().item(), 0.0152, 0.0197, 0.8765, 0.4321)
     report = diagnosed(1.02, "layer_norm", folder.name, gain=gain)
-    sections = {"interface": "interface", "rotation": "depth", "norms": "depth"}
-    sections |= {"attention_1": "attention", "gone": "depth"}
-    captions = {"attention": f"Of {SECRET}"}
-    drawings = [
-        Drawing(f"{name}.png", name.capitalize(), captions.get(section, "A caption."), section)
-        for name, section in sections.items()
-    ]
-    (folder / "diagnostics").mkdir(exist_ok=True)
-    for drawing in drawings[:-1]:
-        Image.new("RGB", (4, 4)).save(folder / "diagnostics" / drawing.file)
+    baseline_report = baseline
+    if baseline is not None:
+        baseline_report = asdict(baseline)
+    diagnosis_folder = folder / "diagnostics"
+    diagnosis_folder.mkdir(exist_ok=True)
     edit(
-        folder / "diagnostics" / "report.json",
+        diagnosis_folder / "report.json",
         schema_version=SCHEMA_VERSION,
         verdict=verdict(report, baseline),
         findings=[asdict(finding) for finding in findings(report, baseline)],
         report=asdict(report),
-        against=baseline and asdict(baseline),
-        figures=[asdict(drawing) for drawing in drawings],
+        against=baseline_report,
+        figures=[asdict(drawing) for drawing in DRAWINGS],
         provenance={"first question": SECRET},
     )
+    for drawing in DRAWINGS:
+        if drawing.file != "gone.png":
+            Image.new("RGB", (4, 4)).save(diagnosis_folder / drawing.file)
 
 
 def evaluated(folder: Path, **changes) -> None:
     """An evaluation with a subset."""
-    baselines = {"blank image": 0.5, "commonest answer": 0.51}
-    whole = Metric("accuracy", 0.8125, 0.0175, baselines, None, 500)
-    part = Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", 250)
-    about = {"title": "POPE", "protocol": ["Greedy decoding.", "Exact match decides."], **changes}
-    Evaluation("pope", metrics=[whole, part], samples=500, total=500, **about).write(folder)
+    all_questions = Metric(
+        "accuracy",
+        0.8125,
+        0.0175,
+        {"blank image": 0.5, "commonest answer": 0.51},
+        None,
+        500,
+    )
+    subset = Metric(
+        "accuracy",
+        0.7,
+        0.03,
+        {"blank image": 0.4},
+        "adversarial",
+        250,
+    )
+    fields = {
+        "title": "POPE",
+        "protocol": ["Greedy decoding.", "Exact match decides."],
+        **changes,
+    }
+    evaluation = Evaluation(
+        "pope",
+        metrics=[all_questions, subset],
+        samples=500,
+        total=500,
+        **fields,
+    )
+    evaluation.write(folder)
 
 
 def _source(name: str, used: int, bad: int, too_long: int, dataset: dict | None) -> dict:
-    counts = {"found": used + bad + too_long, "bad": bad, "too_long": too_long, "used": used}
-    source = {"source": name, "split": "train", **counts}
-    return source | ({"dataset": dataset} if dataset else {})
+    source = {
+        "source": name,
+        "split": "train",
+        "found": used + bad + too_long,
+        "bad": bad,
+        "too_long": too_long,
+        "used": used,
+    }
+    if dataset:
+        source["dataset"] = dataset
+    return source
 
 
 def data(card) -> dict:
@@ -139,12 +229,15 @@ def data(card) -> dict:
 
 def section(card, title: str) -> str:
     """What stands below a title, up to the next."""
-    return re.split(r"^## ", card.text.partition(f"## {title}\n")[2], flags=re.MULTILINE)[0]
+    text_below = card.text.partition(f"## {title}\n")[2]
+    return re.split(r"^## ", text_below, flags=re.MULTILINE)[0]
 
 
 def tokens(text: str) -> list:
     """What the Hub makes of Markdown."""
-    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
+    parser = MarkdownIt("commonmark", {"html": True})
+    parser.enable(["table", "strikethrough"])
+    return parser.parse(text)
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -59,10 +59,11 @@ class Repository:
 
     def commits(self) -> list[Commit]:
         """Those that lead to `main`, newest first."""
-        listed = [self.head()]
-        while (parent := listed[-1].parent) is not None:
-            listed.append(self._commits[parent])
-        return listed
+        commits = [self.head()]
+        while commits[-1].parent is not None:
+            parent = self._commits[commits[-1].parent]
+            commits.append(parent)
+        return commits
 
     def head(self, branch: str = "main") -> Commit:
         """The newest commit of a branch."""
@@ -88,24 +89,44 @@ class Repository:
 
     def change(self, contents: dict[str, bytes]) -> Commit:
         """A commit on `main` that adds or replaces files, in LFS where the Hub would."""
-        before = self.head() if self.branches else Commit("", None, {})
-        stored = {}
+        files = {}
+        parent = None
+        if self.branches:
+            files = dict(self.head().files)
+            parent = self.head().oid
         for path, content in contents.items():
-            large = stored_in_lfs(path, content)
-            stored[path] = hashlib.sha256(content).hexdigest() if large else git_blob_id(content)
-            self.blobs[stored[path]] = content
-        return self.advance("main", before.files | stored, before.oid or None)
+            if stored_in_lfs(path, content):
+                blob_id = hashlib.sha256(content).hexdigest()
+            else:
+                blob_id = git_blob_id(content)
+            files[path] = blob_id
+            self.blobs[blob_id] = content
+        return self.advance("main", files, parent)
 
     def entry(self, path: str, commit: Commit) -> dict:
         """A file or a folder as `tree` lists it."""
         if path not in commit.files:
-            return {"type": "directory", "path": path, "size": 0, "oid": git_blob_id(path.encode())}
+            return {
+                "type": "directory",
+                "path": path,
+                "size": 0,
+                "oid": git_blob_id(path.encode()),
+            }
         blob_id = commit.files[path]
         size = len(self.blobs[blob_id])
-        entry = {"type": "file", "path": path, "size": size, "oid": blob_id}
+        entry = {
+            "type": "file",
+            "path": path,
+            "size": size,
+            "oid": blob_id,
+        }
         if in_lfs(blob_id):
             entry["oid"] = git_blob_id(blob_id.encode())
-            entry["lfs"] = {"oid": blob_id, "size": size, "pointerSize": 134}
+            entry["lfs"] = {
+                "oid": blob_id,
+                "size": size,
+                "pointerSize": 134,
+            }
         return entry
 
 
@@ -164,15 +185,19 @@ def reply(value: object, status: int = 200, headers: dict[str, str] | None = Non
 
 
 def address(kind: str, repo_id: str) -> str:
-    return repo_id if kind == "model" else f"{kind}s/{repo_id}"
+    if kind == "model":
+        return repo_id
+    return f"{kind}s/{repo_id}"
 
 
 def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repository:
     """A repository, for a request that may read it. To others a private one does not exist."""
     repository = hub.repositories.get(address(kind, repo_id))
-    account = request.account
-    owner = account.name if account else None
-    if repository is None or repository.private and repo_id.split("/")[0] != owner:
+    if repository is None:
+        raise Refusal(404, "RepoNotFound", "Repository not found")
+    owner = repo_id.split("/")[0]
+    is_owner = request.account is not None and request.account.name == owner
+    if repository.private and not is_owner:
         raise Refusal(404, "RepoNotFound", "Repository not found")
     return repository
 
@@ -180,107 +205,161 @@ def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repo
 def whoami(hub: "HubServer", request: Request) -> Answer:
     account = request.signed_in()
     token = {"displayName": "test", "role": account.role}
-    known = {"type": "user", "name": account.name, "auth": {"accessToken": token}}
-    return reply(known | {"orgs": [{"name": "lab"}]})
+    user = {
+        "type": "user",
+        "name": account.name,
+        "auth": {"accessToken": token},
+        "orgs": [{"name": "lab"}],
+    }
+    return reply(user)
 
 
 def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
-    card = commit.files.get("README.md")
-    content = repository.blobs[card].decode("utf-8", "replace") if card else ""
-    known = {"id": repo_id, "sha": commit.oid, "private": repository.private, "tags": []}
-    known["siblings"] = [{"rfilename": path} for path in commit.files]
-    known["cardData"] = RepoCard(content, ignore_metadata_errors=True).data.to_dict()
-    return reply(known)
+    card_text = ""
+    if "README.md" in commit.files:
+        card_blob = repository.blobs[commit.files["README.md"]]
+        card_text = card_blob.decode("utf-8", "replace")
+    card = RepoCard(card_text, ignore_metadata_errors=True)
+    information = {
+        "id": repo_id,
+        "sha": commit.oid,
+        "private": repository.private,
+        "tags": [],
+        "siblings": [{"rfilename": path} for path in commit.files],
+        "cardData": card.data.to_dict(),
+    }
+    return reply(information)
+
+
+def with_folders(paths) -> set[str]:
+    """Paths of files, and of all folders that they are in."""
+    all_paths = set(paths)
+    for path in paths:
+        for slash in re.finditer("/", path):
+            all_paths.add(path[: slash.start()])
+    return all_paths
 
 
 def tree(hub: "HubServer", request: Request, kind, repo_id, revision, folder="") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
-    inside = f"{folder}/" if folder else ""
-    folders = {path[: end.start()] for path in commit.files for end in re.finditer("/", path)}
-    listed = [path for path in sorted({*commit.files, *folders}) if path.startswith(inside)]
-    if folder and not listed:
-        raise Refusal(404, "EntryNotFound", f"no {folder}", {"X-Repo-Commit": commit.oid})
+    prefix = ""
+    if folder:
+        prefix = f"{folder}/"
+    paths = sorted(path for path in with_folders(commit.files) if path.startswith(prefix))
+    if folder and not paths:
+        raise missing_entry(folder, commit)
     if request.query.get("recursive") != ["true"]:
-        listed = [path for path in listed if "/" not in path.removeprefix(inside)]
-    return reply([repository.entry(path, commit) for path in listed])
+        paths = [path for path in paths if "/" not in path.removeprefix(prefix)]
+    return reply([repository.entry(path, commit) for path in paths])
+
+
+def missing_entry(path: str, commit: Commit) -> Refusal:
+    return Refusal(404, "EntryNotFound", f"no {path}", {"X-Repo-Commit": commit.oid})
 
 
 def download(hub: "HubServer", request: Request, repo_id, revision, path, kind="model") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     if path not in commit.files:
-        raise Refusal(404, "EntryNotFound", f"no {path}", {"X-Repo-Commit": commit.oid})
+        raise missing_entry(path, commit)
     blob_id = commit.files[path]
     blob = repository.blobs[blob_id]
-    headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
-    headers |= {"X-Repo-Commit": commit.oid, "ETag": f'"{blob_id}"'}
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Accept-Ranges": "bytes",
+        "X-Repo-Commit": commit.oid,
+        "ETag": f'"{blob_id}"',
+    }
     if in_lfs(blob_id):
-        headers |= {"X-Linked-Etag": f'"{blob_id}"', "X-Linked-Size": str(len(blob))}
-    status = 200
-    content = blob
-    if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", request.range):
-        first = int(asked[1])
-        last = min(int(asked[2]), len(blob) - 1)
-        status = 206
-        content = blob[first : last + 1]
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(blob)}"
-    return Answer(content, status, headers, download=f"{repo_id}/{path}")
+        headers["X-Linked-Etag"] = f'"{blob_id}"'
+        headers["X-Linked-Size"] = str(len(blob))
+
+    downloaded_file = f"{repo_id}/{path}"
+    byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", request.range)
+    if byte_range is None:
+        return Answer(blob, 200, headers, download=downloaded_file)
+    first = int(byte_range[1])
+    last = min(int(byte_range[2]), len(blob) - 1)
+    headers["Content-Range"] = f"bytes {first}-{last}/{len(blob)}"
+    return Answer(blob[first : last + 1], 206, headers, download=downloaded_file)
 
 
 def create_repository(hub: "HubServer", request: Request) -> Answer:
-    asked = request.json()
+    wanted = request.json()
     account = request.signed_in()
-    kind = asked.get("type") or "model"
-    repo_id = f"{asked.get('organization') or account.name}/{asked['name']}"
-    known = address(kind, repo_id) in hub.repositories
-    if not known:
-        private = asked.get("private") or asked.get("visibility") == "private"
+    kind = wanted.get("type") or "model"
+    owner = wanted.get("organization") or account.name
+    repo_id = f"{owner}/{wanted['name']}"
+    status = 409
+    if address(kind, repo_id) not in hub.repositories:
+        status = 200
+        private = wanted.get("private") or wanted.get("visibility") == "private"
         hub.create(repo_id, kind=kind, private=private)
-    answered = {"url": f"{hub.url}/{address(kind, repo_id)}", "name": repo_id}
-    return reply(answered, 409 if known else 200)
+    created = {
+        "url": f"{hub.url}/{address(kind, repo_id)}",
+        "name": repo_id,
+    }
+    return reply(created, status)
 
 
 def create_branch(hub: "HubServer", request: Request, kind, repo_id, name) -> Answer:
     repository = visible(hub, request, kind, repo_id)
-    repository.branches[name] = repository.resolve(request.json().get("startingPoint", "main")).oid
+    starting_point = request.json().get("startingPoint", "main")
+    repository.branches[name] = repository.resolve(starting_point).oid
     return reply({})
 
 
 def preupload(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     files = repository.resolve(revision).files
-    answered = []
-    hosted = repository.blobs[files[".gitignore"]].decode() if ".gitignore" in files else ""
-    ignored = request.json().get("gitIgnore", hosted).splitlines()
-    for asked in request.json()["files"]:
-        path = asked["path"]
-        sample = base64.b64decode(asked["sample"])
-        mode = "lfs" if stored_in_lfs(path, sample) else "regular"
-        known = {"oid": files[path]} if path in files else {}
-        ignore = any(fnmatch(path, pattern) for pattern in ignored)
-        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, **known})
-    return reply({"files": answered})
+    hosted_patterns = ""
+    if ".gitignore" in files:
+        hosted_patterns = repository.blobs[files[".gitignore"]].decode()
+    patterns = request.json().get("gitIgnore", hosted_patterns).splitlines()
+
+    answers = []
+    for wanted in request.json()["files"]:
+        path = wanted["path"]
+        upload_mode = "regular"
+        if stored_in_lfs(path, base64.b64decode(wanted["sample"])):
+            upload_mode = "lfs"
+        answer = {
+            "path": path,
+            "uploadMode": upload_mode,
+            "shouldIgnore": any(fnmatch(path, pattern) for pattern in patterns),
+        }
+        if path in files:
+            answer["oid"] = files[path]
+        answers.append(answer)
+    return reply({"files": answers})
+
+
+KNOWN_LICENSES = ("apache-2.0", "mit", "llama3.2", "other")
 
 
 def validate_yaml(hub: "HubServer", request: Request) -> Answer:
     card = RepoCard(request.json()["content"], ignore_metadata_errors=True)
-    licence = card.data.get("license") or "other"
-    known = ("apache-2.0", "mit", "llama3.2", "other")
-    faults = [] if licence in known else [{"message": f'"license" must be one of {known}'}]
-    return reply({"errors": faults, "warnings": []}, 400 if faults else 200)
+    card_license = card.data.get("license") or "other"
+    if card_license in KNOWN_LICENSES:
+        return reply({"errors": [], "warnings": []})
+    fault = {"message": f'"license" must be one of {KNOWN_LICENSES}'}
+    return reply({"errors": [fault], "warnings": []}, 400)
 
 
 def batch(hub: "HubServer", request: Request, repo_id, kind="model") -> Answer:
     repository = visible(hub, request, kind, repo_id)
-    answered = []
-    for asked in request.json()["objects"]:
-        upload = {"upload": {"href": f"{hub.url}/{repository.address}.git/lfs/{asked['oid']}"}}
-        actions = {} if asked["oid"] in repository.blobs else {"actions": upload}
-        answered.append({"oid": asked["oid"], "size": asked["size"], **actions})
-    return reply({"transfer": "basic", "objects": answered})
+    answers = []
+    for wanted in request.json()["objects"]:
+        oid = wanted["oid"]
+        answer = {"oid": oid, "size": wanted["size"]}
+        if oid not in repository.blobs:
+            upload_url = f"{hub.url}/{repository.address}.git/lfs/{oid}"
+            answer["actions"] = {"upload": {"href": upload_url}}
+        answers.append(answer)
+    return reply({"transfer": "basic", "objects": answers})
 
 
 def upload(hub: "HubServer", request: Request, repo_id, sha256, kind="model") -> Answer:
@@ -311,13 +390,21 @@ def commit(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answe
                 del files[value["path"]]
             case key:
                 raise Refusal(400, "BadRequest", f"this hub cannot do {key} of {value['path']}")
-    proposal = request.query.get("create_pr")
-    branch = "refs/pr/1" if proposal else revision
+    is_proposal = bool(request.query.get("create_pr"))
+    branch = revision
+    if is_proposal:
+        branch = "refs/pr/1"
     oid = repository.advance(branch, files, head.oid).oid
-    page = f"{hub.url}/{repository.address}"
-    answered = {"success": True, "hookOutput": "", "commitOid": oid}
-    answered["commitUrl"] = f"{page}/commit/{oid}"
-    return reply(answered | ({"pullRequestUrl": f"{page}/discussions/1"} if proposal else {}))
+    page_url = f"{hub.url}/{repository.address}"
+    answer = {
+        "success": True,
+        "hookOutput": "",
+        "commitOid": oid,
+        "commitUrl": f"{page_url}/commit/{oid}",
+    }
+    if is_proposal:
+        answer["pullRequestUrl"] = f"{page_url}/discussions/1"
+    return reply(answer)
 
 
 API = r"/api/(?P<kind>model|dataset|space)s/(?P<repo_id>[^/]+/[^/]+)"

@@ -30,9 +30,10 @@ Node = tuple[str, str]  # module and top-level name in it
 
 def module_name(file: Path) -> str:
     """`normalign_llava.train.run` of `train/run.py`."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    return ".".join((PACKAGE, *parts))
+    name_parts = file.relative_to(ROOT).with_suffix("").parts
+    if file.name == "__init__.py":
+        name_parts = name_parts[:-1]
+    return ".".join((PACKAGE, *name_parts))
 
 
 @cache
@@ -46,22 +47,33 @@ def modules() -> dict[str, Module]:
 
 def read(file: Path) -> Module:
     module = Module(module_name(file))
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    package = module.name if file.name == "__init__.py" else module.name.rpartition(".")[0]
-    for statement in tree.body:
+    package = module.name
+    if file.name != "__init__.py":
+        package = module.name.rpartition(".")[0]
+    syntax_tree = ast.parse(file.read_text(encoding="utf-8"))
+    for statement in syntax_tree.body:
         for name in defined(statement):
             module.definitions[name] = statement
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_tree):
         if isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            source = ".".join([*above, node.module] if node.module else above)
-            source = source if node.level else node.module
+            source = imported_module(node, package)
             for alias in node.names:
                 module.imports[alias.asname or alias.name] = (source, alias.name)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 module.imports[alias.asname or alias.name] = (alias.name, None)
     return module
+
+
+def imported_module(node: ast.ImportFrom, package: str) -> str:
+    """The module from which a statement of a package imports."""
+    if not node.level:
+        return node.module
+    package_parts = package.split(".")
+    source_parts = package_parts[: len(package_parts) - node.level + 1]
+    if node.module:
+        source_parts.append(node.module)
+    return ".".join(source_parts)
 
 
 def defined(statement: ast.stmt) -> list[str]:
@@ -93,19 +105,21 @@ def resolve(module: Module, name: str, attribute: str | None) -> Node | None:
 
 def references(module: Module, statement: ast.AST) -> Iterator[Node]:
     """What a definition names, apart from its own arguments and variables."""
-    own = {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
+    own_names = set()
     for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
+        if isinstance(node, ast.arg):
+            own_names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own_names.add(node.id)
     for node in ast.walk(statement):
-        found = None
+        definition = None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id not in own:
-                found = resolve(module, node.value.id, node.attr)
-        elif isinstance(node, ast.Name) and node.id not in own:
-            found = resolve(module, node.id, None)
-        if found is not None:
-            yield found
+            if node.value.id not in own_names:
+                definition = resolve(module, node.value.id, node.attr)
+        elif isinstance(node, ast.Name) and node.id not in own_names:
+            definition = resolve(module, node.id, None)
+        if definition is not None:
+            yield definition
 
 
 def reached(command: str) -> set[Node]:
@@ -113,9 +127,10 @@ def reached(command: str) -> set[Node]:
     waiting = [(f"{PACKAGE}.cli", command)]
     seen = set(waiting)
     while waiting:
-        module_of, name = waiting.pop()
-        module = modules()[module_of]
-        for node in references(module, module.definitions[name]):
+        waiting_module, definition_name = waiting.pop()
+        module = modules()[waiting_module]
+        statement = module.definitions[definition_name]
+        for node in references(module, statement):
             if node not in seen:
                 seen.add(node)
                 waiting.append(node)
@@ -141,7 +156,13 @@ def texts(statement: ast.stmt) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
         elif isinstance(node, ast.JoinedStr):
-            filled = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
-            text = "".join(filled)
+            text = "".join(text_of_part(part) for part in node.values)
         if " " in text.strip():
             yield text
+
+
+def text_of_part(part: ast.expr) -> str:
+    """The text of a part of an f-string; `X` for what is filled in."""
+    if isinstance(part, ast.Constant):
+        return part.value
+    return "X"

@@ -45,26 +45,43 @@ def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigne
     `realigned` another start of the gain.
     """
     in_4_bits = quantization is not None and quantization.load_in_4bit
-    loading = quantization.bnb_4bit_compute_dtype if in_4_bits else "auto"
-    options = dict(dtype=loading, quantization_config=quantization, device_map="cpu")
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(base, **options)
-    dtype = dtype or NormAlignLlavaForConditionalGeneration.config_class.from_pretrained(base).dtype
-    if quantization:
-        for module in model.modules():
-            if type(module).__name__ == "Linear4bit":
-                module.weight.quant_state.dtype = torch.float32
-        model = model.dequantize(dtype=torch.float32)
-        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False
+    loading_dtype = "auto"
+    if in_4_bits:
+        loading_dtype = quantization.bnb_4bit_compute_dtype
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        base,
+        dtype=loading_dtype,
+        quantization_config=quantization,
+        device_map="cpu",
+    )
+    if dtype is None:
+        config_class = NormAlignLlavaForConditionalGeneration.config_class
+        dtype = config_class.from_pretrained(base).dtype
+    if quantization is not None:
+        model = _dequantized(model)
     model = model.float().eval()
     if realigned:
         model.config.projector_gain_init = realigned
         model.align_projector_norm()
+
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
-    expected = merged.state_dict()
+    expected_tensors = merged.state_dict()
     if merged.lm_head.weight is merged.get_input_embeddings().weight:
-        del expected["lm_head.weight"]
+        del expected_tensors["lm_head.weight"]
     tensors = weights(folder)
-    assert tensors.keys() == expected.keys()
-    for name, value in expected.items():
-        value = value if "projector.norm." in name else value.to(dtype)
-        assert tensors[name].dtype == value.dtype and torch.equal(tensors[name], value), name
+    assert tensors.keys() == expected_tensors.keys()
+    for tensor_name, expected in expected_tensors.items():
+        if "projector.norm." not in tensor_name:
+            expected = expected.to(dtype)
+        assert tensors[tensor_name].dtype == expected.dtype, tensor_name
+        assert torch.equal(tensors[tensor_name], expected), tensor_name
+
+
+def _dequantized(model):
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.weight.quant_state.dtype = torch.float32
+    model = model.dequantize(dtype=torch.float32)
+    model.is_loaded_in_4bit = False
+    model.is_loaded_in_8bit = False
+    return model

@@ -7,18 +7,40 @@ from datasets import Dataset, Image
 
 def write(tasks) -> None:
     """One with images, and one of likelihoods."""
-    (tasks / "my-questions").mkdir(parents=True)
-    columns = {"image": [{"bytes": training.image(number), "path": None} for number in range(5)]}
-    columns |= {"question": [f"what is in {number}?" for number in range(5)], "answer": ["red"] * 5}
-    data = Dataset.from_dict(columns).cast_column("image", Image())
-    data.to_parquet(tasks / "my-questions" / "test.parquet")
-    shared = {"dataset_path": str(tasks / "my-questions"), "test_split": "test"}
-    shared |= {"doc_to_target": "{{answer}}", "metadata": {"version": 3}}
-    looking = {"task": "tiny_looking", "output_type": "generate_until", "doc_to_image": ["image"]}
-    looking |= {"doc_to_text": "<image>{{question}}", "metric_list": [{"metric": "exact_match"}]}
-    looking |= {"generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6}}
-    choosing = {"task": "tiny_choosing", "output_type": "multiple_choice"}
-    choosing |= {"doc_to_text": "{{question}}", "doc_to_choice": ["red", "green", "blue"]}
-    choosing |= {"metric_list": [{"metric": "acc"}]}
+    data_folder = tasks / "my-questions"
+    data_folder.mkdir(parents=True)
+    rows = []
+    for number in range(5):
+        row = {
+            "image": {"bytes": training.image(number), "path": None},
+            "question": f"what is in {number}?",
+            "answer": "red",
+        }
+        rows.append(row)
+    dataset = Dataset.from_list(rows).cast_column("image", Image())
+    dataset.to_parquet(data_folder / "test.parquet")
+
+    shared = {
+        "dataset_path": str(data_folder),
+        "test_split": "test",
+        "doc_to_target": "{{answer}}",
+        "metadata": {"version": 3},
+    }
+    looking = {
+        "task": "tiny_looking",
+        "output_type": "generate_until",
+        "doc_to_image": ["image"],
+        "doc_to_text": "<image>{{question}}",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6},
+    }
+    choosing = {
+        "task": "tiny_choosing",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": ["red", "green", "blue"],
+        "metric_list": [{"metric": "acc"}],
+    }
     for task in (looking, choosing):
-        (tasks / f"{task['task']}.yaml").write_text(yaml.safe_dump(shared | task))
+        task_path = tasks / f"{task['task']}.yaml"
+        task_path.write_text(yaml.safe_dump({**shared, **task}))

@@ -7,11 +7,32 @@ from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 
 
-IMAGE = 97  # id of the image token
+IMAGE = 97
+"""The id of the image token."""
+
 VOCABULARY = 99
 WIDTH = 32
-ENCODER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
-ENCODER |= dict(image_size=16, patch_size=8)
+ENCODER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def vision_config(kind: str = "clip"):
@@ -21,63 +42,82 @@ def vision_config(kind: str = "clip"):
 
 
 def text_config(tied: bool = True, cls=LlamaConfig, **kwargs):
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    sizes |= dict(num_hidden_layers=2, max_position_embeddings=256, tie_word_embeddings=tied)
-    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return cls(**{**sizes, **ids, **kwargs})
+    options = {**TEXT, "tie_word_embeddings": tied, **kwargs}
+    return cls(**options)
 
 
 def config(cls=NormAlignLlavaConfig, vision="clip", tied=True, text=None, **kwargs):
-    strategy = "full" if vision == "siglip" else "default"
-    parts = dict(vision_config=vision_config(vision), text_config=text or text_config(tied))
-    features = dict(vision_feature_select_strategy=strategy, vision_feature_layer=-2)
-    return cls(**parts, **features, image_token_index=IMAGE, tie_word_embeddings=tied, **kwargs)
+    if text is None:
+        text = text_config(tied)
+    select_strategy = "default"
+    if vision == "siglip":
+        select_strategy = "full"
+    return cls(
+        vision_config=vision_config(vision),
+        text_config=text,
+        vision_feature_select_strategy=select_strategy,
+        vision_feature_layer=-2,
+        image_token_index=IMAGE,
+        tie_word_embeddings=tied,
+        **kwargs,
+    )
 
 
 def model(seed=0, **kwargs) -> NormAlignLlavaForConditionalGeneration:
     torch.manual_seed(seed)
-    return _at_real_scale(NormAlignLlavaForConditionalGeneration(config(**kwargs)))
+    untrained = NormAlignLlavaForConditionalGeneration(config(**kwargs))
+    return _at_real_scale(untrained)
 
 
 def llava(seed=0, **kwargs) -> LlavaForConditionalGeneration:
     torch.manual_seed(seed)
-    return _at_real_scale(LlavaForConditionalGeneration(config(cls=LlavaConfig, **kwargs)))
+    untrained = LlavaForConditionalGeneration(config(cls=LlavaConfig, **kwargs))
+    return _at_real_scale(untrained)
 
 
-def _at_real_scale(model):
+def _at_real_scale(untrained):
     # At these widths a projector's initial outputs are so small that the norm's epsilon would show.
+    projector = untrained.model.multi_modal_projector
     with torch.no_grad():
-        model.model.multi_modal_projector.linear_1.weight *= 40.0
-        model.model.multi_modal_projector.linear_2.weight *= 40.0
-    return model.eval()
+        projector.linear_1.weight *= 40.0
+        projector.linear_2.weight *= 40.0
+    return untrained.eval()
 
 
-def heeding(model):
-    """The model, changed so that what was said before matters to it though it is untrained."""
+def heeding(untrained):
+    """The model, changed so that earlier text matters to it though it is untrained."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter *= 30 if "language_model" in name and "v_proj" in name else 1
-    return model
+        for parameter_name, parameter in untrained.named_parameters():
+            if "language_model" in parameter_name and "v_proj" in parameter_name:
+                parameter *= 30
+    return untrained
 
 
 def reference_n_text(weight, excluded=(IMAGE,)) -> float:
     """N_text row by row in float64 with plain Python sums."""
-    rows = enumerate(weight.detach().double().tolist())
-    norms = [sum(value**2 for value in row) ** 0.5 for index, row in rows if index not in excluded]
-    norms = [norm for norm in norms if norm > 0]
+    norms = []
+    for row_index, row in enumerate(weight.detach().double().tolist()):
+        norm = sum(value**2 for value in row) ** 0.5
+        if row_index not in excluded and norm > 0:
+            norms.append(norm)
     return sum(norms) / len(norms)
 
 
 def inputs(images=1, text=5, batch=1, seed=0):
     """Prompts with `images` images of 4 tokens each: ids, mask and pixel values."""
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+    prompts = []
     for _ in range(batch):
-        words = torch.randint(3, 90, (text,), generator=generator).tolist()
-        rows.append([1, *([IMAGE] * (4 * images)), *words])
-    ids = torch.tensor(rows)
-    result = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        text_ids = torch.randint(3, 90, (text,), generator=generator).tolist()
+        image_ids = [IMAGE] * (4 * images)
+        prompts.append([1, *image_ids, *text_ids])
+    input_ids = torch.tensor(prompts)
+    batch_inputs = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+    }
     if images:
-        result["pixel_values"] = torch.randn(batch * images, 3, 16, 16, generator=generator)
-    return result
+        image_count = batch * images
+        pixel_values = torch.randn(image_count, 3, 16, 16, generator=generator)
+        batch_inputs["pixel_values"] = pixel_values
+    return batch_inputs

@@ -21,26 +21,56 @@ def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
     """16-pixel images of 4 tokens; by default one token a letter, padded with its end of turn."""
     tokenizer = tokenizer or tiny_parts.tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
-    square = {"height": 16, "width": 16}
-    clip = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square)
-    features = dict(vision_feature_select_strategy="default", num_additional_image_tokens=1)
-    template, _ = multimodal_chat_template(template)
-    return LlavaProcessor(clip, tokenizer, patch_size=8, chat_template=template, **features)
+    image_token = AddedToken("<image>", special=True, normalized=False)
+    tokenizer.add_tokens(image_token, special_tokens=True)
+    image_processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 16},
+        crop_size={"height": 16, "width": 16},
+    )
+    chat_template, _ = multimodal_chat_template(template)
+    return LlavaProcessor(
+        image_processor,
+        tokenizer,
+        patch_size=8,
+        chat_template=chat_template,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
 
 
 def arguments(path, **kwargs) -> DataArguments:
     return DataArguments(dataset_name=str(path), **kwargs)
 
 
+OPTIONS_OF_LOADING = {
+    "max_length",
+    "seed",
+    "with_eval",
+    "need_images",
+    "dropped_rows",
+    "processes",
+}
+
+
 def read(path, processor, *, streamed=False, **options) -> TrainingData:
     """The data of a path or of `datasets`; `options` are of `DataArguments` and `load_data`."""
-    names = {"max_length", "seed", "with_eval", "need_images", "dropped_rows", "processes"}
-    loading = {name: options.pop(name) for name in names & options.keys()}
-    loading = {"max_length": None, "seed": 0, "with_eval": False, **loading}
-    options |= {"dataset_streaming": True, "shuffle_buffer_size": 1} if streamed else {}
-    options |= {"dataset_name": str(path)} if path else {}
-    return load_data(DataArguments(**options), processor, **loading)
+    load_options = {
+        "max_length": None,
+        "seed": 0,
+        "with_eval": False,
+    }
+    data_options = {}
+    for option_name, value in options.items():
+        if option_name in OPTIONS_OF_LOADING:
+            load_options[option_name] = value
+        else:
+            data_options[option_name] = value
+    if streamed:
+        data_options["dataset_streaming"] = True
+        data_options["shuffle_buffer_size"] = 1
+    if path:
+        data_options["dataset_name"] = str(path)
+    return load_data(DataArguments(**data_options), processor, **load_options)
 
 
 def answers(rows) -> list[str]:
@@ -58,8 +88,9 @@ def images(folder: Path, *names: str) -> None:
     """Images of one colour each, `red.png` being red."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(image_bytes(Path(name).stem, form="PNG"))
+        image_path = folder / name
+        image_path.parent.mkdir(parents=True, exist_ok=True)
+        image_path.write_bytes(image_bytes(image_path.stem, form="PNG"))
 
 
 def gigantic_png(width=65_000, height=65_000) -> bytes:
@@ -68,11 +99,15 @@ def gigantic_png(width=65_000, height=65_000) -> bytes:
 
 
 def _png(header: bytes, pixels: bytes) -> bytes:
-    png = b"\x89PNG\r\n\x1a\n"
-    for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(pixels)), (b"IEND", b"")):
-        check = struct.pack(">I", zlib.crc32(kind + content))
-        png += struct.pack(">I", len(content)) + kind + content + check
-    return png
+    signature = b"\x89PNG\r\n\x1a\n"
+    image_data = zlib.compress(pixels)
+    return signature + _chunk(b"IHDR", header) + _chunk(b"IDAT", image_data) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    length = struct.pack(">I", len(content))
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return length + kind + content + checksum
 
 
 def deep_png(colour: list[int]) -> bytes:
@@ -82,50 +117,74 @@ def deep_png(colour: list[int]) -> bytes:
 
 
 def llava(question: str, answer: str, image=None, **more) -> dict:
-    row = {"id": "000", "conversations": turn(question, answer)}
-    return {**row, **({"image": image} if image is not None else {}), **more}
+    row = {
+        "id": "000",
+        "conversations": turn(question, answer),
+    }
+    if image is not None:
+        row["image"] = image
+    return {**row, **more}
 
 
 def turn(question: str, answer: str) -> list[dict]:
-    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return [
+        {"from": "human", "value": question},
+        {"from": "gpt", "value": answer},
+    ]
 
 
 def mixed_rows() -> list[dict]:
     """As in LLaVA-665K: ids of several types, no image, one or several, one turn or several."""
-    two = llava("<image>\nWhat is this?", "red", ["red.png", "blue.png"], id=7)
-    two["conversations"] += turn("And <image>?", "blue")
+    two_turns = llava("<image>\nWhat is this?", "red", ["red.png", "blue.png"], id=7)
+    two_turns["conversations"] += turn("And <image>?", "blue")
     return [
         llava("<image>\nWhich colour?", "green", "green.png", id="000000033471"),
         llava("Say hello.", "Hello!", id=3),
-        two,
+        two_turns,
         llava("Which colour?\n<image>", "blue", "sub/blue.png", id=None, model=""),
         llava("Count.", "One two three four five six seven.", id=1.5),
     ]
 
 
 def write_json(folder: Path, rows: list, name="data.json") -> Path:
+    """Writes rows as JSON or, by the name, as JSON lines; and images beside them."""
     images(folder, "red.png", "green.png", "blue.png", "sub/blue.png")
-    lines = name.lower().endswith(".jsonl")
-    text = "".join(json.dumps(row) + "\n" for row in rows) if lines else json.dumps(rows)
-    (folder / name).write_text(text)
-    return folder / name
+    data_path = folder / name
+    if name.lower().endswith(".jsonl"):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        data_path.write_text("".join(lines))
+    else:
+        data_path.write_text(json.dumps(rows))
+    return data_path
 
 
 def bad_rows(folder: Path) -> Path:
     """Mixed rows, and five among them that cannot be trained on: 1 to 3, 8 and 9."""
-    rows = mixed_rows()
-    outside = folder.parent / "outside.png"
-    outside.write_bytes(image_bytes("red"))
-    missing = (None, "none.png", "../outside.png")
-    rows[1:1] = [llava("<image>Q", "A", image) for image in missing]
-    rows += [llava("<image>Q", "A", "link.png"), llava("Q", "")]
-    path = write_json(folder, rows)
-    (folder / "link.png").symlink_to(outside)
-    return path
+    outside_path = folder.parent / "outside.png"
+    outside_path.write_bytes(image_bytes("red"))
+    first_row, *other_rows = mixed_rows()
+    rows = [
+        first_row,
+        llava("<image>Q", "A", None),
+        llava("<image>Q", "A", "none.png"),
+        llava("<image>Q", "A", "../outside.png"),
+        *other_rows,
+        llava("<image>Q", "A", "link.png"),
+        llava("Q", ""),
+    ]
+    data_path = write_json(folder, rows)
+    (folder / "link.png").symlink_to(outside_path)
+    return data_path
 
 
 TURNS = List({"from": Value("string"), "value": Value("string")})
-PARQUET = Features({"id": Value("string"), "image": Image(), "conversations": TURNS})
+PARQUET = Features(
+    {
+        "id": Value("string"),
+        "image": Image(),
+        "conversations": TURNS,
+    }
+)
 
 
 def parquet_data(rows: list[dict]) -> Dataset:

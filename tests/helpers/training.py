@@ -32,36 +32,56 @@ def checkpoint(folder: Path, **options) -> Path:
 @cache
 def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDirectory:
     """Its projector is of real scale: at these widths the norm's epsilon would show."""
-    made = TemporaryDirectory()
-    folder = Path(made.name)
+    temporary_folder = TemporaryDirectory()
+    folder = Path(temporary_folder.name)
     encoder = parts.vision(folder / "vision", vision)
     language = parts.language(folder / "language", **kwargs)
     torch.manual_seed(3)
     build_checkpoint(encoder, language, folder / "built", arm=arm, norm=norm)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder / "built")
+    projector = model.model.multi_modal_projector
     with torch.no_grad():
-        model.model.multi_modal_projector.linear_1.weight *= 40.0
-        model.model.multi_modal_projector.linear_2.weight *= 40.0
+        projector.linear_1.weight *= 40.0
+        projector.linear_2.weight *= 40.0
     save_model(model, folder / "model")
     AutoProcessor.from_pretrained(folder / "built").save_pretrained(folder / "model")
-    (folder / "model" / "build.json").write_bytes((folder / "built" / "build.json").read_bytes())
-    return made
+    shutil.copyfile(folder / "built" / "build.json", folder / "model" / "build.json")
+    return temporary_folder
 
 
-TWO_STEPS = dict(per_device_train_batch_size=2, max_steps=2, learning_rate=1e-3, bf16=False)
-TWO_STEPS |= dict(logging_steps=1, report_to="none", disable_tqdm=True)
-SHORT = dict(**TWO_STEPS, use_cpu=True, gradient_checkpointing=False, save_strategy="no")
+TWO_STEPS = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "bf16": False,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+SHORT = {
+    **TWO_STEPS,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+}
 """Options of a short float32 run on the CPU."""
 
 
 def recipe(folder: Path, parts: Path, **options) -> str:
     """A short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
-    paths = dict(model_name_or_path=str(parts / "model"), output_dir=str(folder / "out"))
-    data = dict(dataset_name=str(parts / "data" / "data.json"), stage="tune", global_batch_size=4)
-    options = {**TWO_STEPS, "sample_count": 0, **paths, **data, **options}
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(options))
-    return str(file)
+    settings = {
+        **TWO_STEPS,
+        "sample_count": 0,
+        "model_name_or_path": str(parts / "model"),
+        "output_dir": str(folder / "out"),
+        "dataset_name": str(parts / "data" / "data.json"),
+        "stage": "tune",
+        "global_batch_size": 4,
+        **options,
+    }
+    recipe_path = folder / "recipe.yaml"
+    recipe_path.write_text(yaml.safe_dump(settings))
+    return str(recipe_path)
 
 
 def image(seed: int, size=(16, 16)) -> bytes:
@@ -72,34 +92,58 @@ def image(seed: int, size=(16, 16)) -> bytes:
     return buffer.getvalue()
 
 
+def _text(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
 def row(number: int, images=1, turns=1) -> dict:
     """A conversation about `images` images, all in the first turn; answers differ between rows."""
     messages = []
     length = 4 * images
+    addend = number * 7 % 13
     for turn in range(turns):
-        shown = [{"type": "image", "text": None}] * images if turn == 0 else []
-        addend = number * 7 % 13
+        shown_images = []
+        if turn == 0:
+            shown_images = [{"type": "image", "text": None}] * images
         question = f"what is {addend} plus {turn}?"
         answer = f"it is {addend + turn}"
-        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        length += len("user" + question + "assistant" + answer) + 8  # letters, marks, line breaks
-    stored = [{"path": None, "bytes": image(1000 * number + i)} for i in range(images)]
-    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images}
-    return {"images": stored, "messages": messages, "length": length, **about}
+        messages.append({"role": "user", "content": [*shown_images, _text(question)]})
+        messages.append({"role": "assistant", "content": [_text(answer)]})
+        # A token for each letter, and marks and line breaks.
+        length += len("user" + question + "assistant" + answer) + 8
+
+    stored_images = []
+    for index in range(images):
+        stored_images.append({"path": None, "bytes": image(1000 * number + index)})
+    return {
+        "images": stored_images,
+        "messages": messages,
+        "length": length,
+        "learned": [True] * turns,
+        "source": "tiny",
+        "row": number,
+        "image_count": images,
+    }
 
 
 def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2) -> Dataset:
     """Parsed rows; `images` and `turns` give how many of each a row has."""
-    made = [row(number, images(number), turns(number)) for number in range(count)]
-    return Dataset.from_list(made, features=FEATURES)
+    parsed_rows = []
+    for number in range(count):
+        parsed_rows.append(row(number, images(number), turns(number)))
+    return Dataset.from_list(parsed_rows, features=FEATURES)
 
 
 def arguments(folder: Path, **options) -> NormAlignConfig:
     """`SHORT` with changes; evaluation answers no rows, or shortly."""
-    answers = {"sample_count": 0, "sample_max_new_tokens": 2}
-    own = {"output_dir": str(folder), "seed": 0, **answers, **SHORT}
-    return NormAlignConfig(**{**own, **options})
+    defaults = {
+        "output_dir": str(folder),
+        "seed": 0,
+        "sample_count": 0,
+        "sample_max_new_tokens": 2,
+        **SHORT,
+    }
+    return NormAlignConfig(**{**defaults, **options})
 
 
 def settings(folder: Path, **options) -> RunConfig:
@@ -114,7 +158,11 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     """Names of the parameters that are not what they were."""
-    return {name for name, new in model.named_parameters() if not torch.equal(new, before[name])}
+    moved_names = set()
+    for parameter_name, parameter in model.named_parameters():
+        if not torch.equal(parameter, before[parameter_name]):
+            moved_names.add(parameter_name)
+    return moved_names
 
 
 def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -133,18 +181,25 @@ def trainer(
     **options,
 ) -> NormAlignTrainer:
     """A trainer; `options` are of `ModelArguments` and `NormAlignConfig`."""
-    names = options.keys() & ModelArguments.__dataclass_fields__
-    of_model = {name: options.pop(name) for name in names}
-    model_args = ModelArguments(model_name_or_path=str(checkpoint), **of_model)
-    args = arguments(folder, **options)
-    args.model_init_kwargs = {"dtype": model_args.dtype}
+    model_options = {}
+    train_options = {}
+    for option_name, value in options.items():
+        if option_name in ModelArguments.__dataclass_fields__:
+            model_options[option_name] = value
+        else:
+            train_options[option_name] = value
+    model_arguments = ModelArguments(model_name_or_path=str(checkpoint), **model_options)
+    train_arguments = arguments(folder, **train_options)
+    train_arguments.model_init_kwargs = {"dtype": model_arguments.dtype}
+    if dataset is None:
+        dataset = rows()
     return cls(
         model or str(checkpoint),
-        args,
-        train_dataset=rows() if dataset is None else dataset,
+        train_arguments,
+        train_dataset=dataset,
         eval_dataset=held_out,
         processing_class=AutoProcessor.from_pretrained(checkpoint),
         optimizer_cls_and_kwargs=optimizer,
-        quantization_config=model_args.quantization,
-        peft_config=get_peft_config(model_args),
+        quantization_config=model_arguments.quantization,
+        peft_config=get_peft_config(model_arguments),
     )

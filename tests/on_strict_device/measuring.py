@@ -16,8 +16,7 @@ from normalign_llava.hub_cards import demo_app
 from normalign_llava.hub_cards.push.clean_process import difference, first_logits
 
 
-def check(model, measure):
-    """That what is measured is the same on the device."""
+def assert_same_on_device(model, measure):
     expected = measure()
     model.to(STRICT)
     same(measure(), expected)
@@ -26,34 +25,57 @@ def check(model, measure):
 @pytest.mark.parametrize("family", ["normalign_llava", "qwen3_vl", "ovis2"])
 def test_probe(family):
     model, batch = vlm_families.make(family)
-    check(model, lambda: asdict(probe(model, [batch])))
+
+    def measure():
+        return asdict(probe(model, [batch]))
+
+    assert_same_on_device(model, measure)
 
 
-def test_attention_and_tables():
+@pytest.fixture
+def aligned_model():
     model = tiny.model()
-    batch = tiny.inputs()
     model.align_projector_norm()
-    check(model, lambda: attention_maps(model, batch, question="?").__dict__)
-    model.to("cpu")
-    check(model, lambda: [gain_of(model).__dict__, embedding_table_of(model, name="tiny").__dict__])
+    return model
+
+
+def test_attention(aligned_model):
+    batch = tiny.inputs()
+
+    def measure():
+        return attention_maps(aligned_model, batch, question="?").__dict__
+
+    assert_same_on_device(aligned_model, measure)
+
+
+def test_tables(aligned_model):
+    def measure():
+        gain = gain_of(aligned_model)
+        embedding_table = embedding_table_of(aligned_model, name="tiny")
+        return [gain.__dict__, embedding_table.__dict__]
+
+    assert_same_on_device(aligned_model, measure)
 
 
 def test_the_demo_answers_and_looks_as_on_the_cpu(checkpoint, tmp_path):
     model, processor = demo_parts.load(checkpoint)
-    image = str(tmp_path / "image.png")
-    demo_parts.noise((16, 16)).save(image)
+    image_path = str(tmp_path / "image.png")
+    demo_parts.noise((16, 16)).save(image_path)
 
-    def answer():
-        *_, (text, maps) = demo_app.answer(model, processor, image, "what is it", 4)
+    def measure():
+        *_, last_update = demo_app.answer(model, processor, image_path, "what is it", 4)
+        text, attention_images = last_update
         assert text
-        return [text, *(caption for _, caption in maps)]
+        captions = [caption for _, caption in attention_images]
+        return [text, *captions]
 
-    check(model, answer)
+    assert_same_on_device(model, measure)
 
 
 def test_a_clean_process_asks_a_model_that_is_not_on_the_cpu(checkpoint):
-    """As bitsandbytes' are, which transformers places on the GPU."""
+    """transformers places bitsandbytes' models on the GPU."""
     model, processor = demo_parts.load(checkpoint)
     expected = first_logits(model, processor)
-    assert difference(first_logits(model.to(STRICT), processor), expected) is None
+    logits = first_logits(model.to(STRICT), processor)
+    assert difference(logits, expected) is None
     assert check_processor(processor, model) == 4

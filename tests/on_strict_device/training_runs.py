@@ -19,102 +19,162 @@ from normalign_llava.train.modules.model import base_model
 
 
 @pytest.fixture
-def trainer(checkpoint, tmp_path, monkeypatch):
+def make_trainer(checkpoint, tmp_path, monkeypatch):
     """Makes a trainer on a device, which writes into a folder of the device's name."""
 
     def make(device, **options):
-        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu" if device == "cpu" else str(STRICT))
+        is_cpu = device == "cpu"
+        if is_cpu:
+            monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+        else:
+            monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(STRICT))
         AcceleratorState._reset_state(reset_partial_state=True)
-        rows = training.rows(12, images=lambda number: number // 2 % 3)
-        options |= {"use_cpu": device == "cpu", "dataloader_pin_memory": False}
-        made = training.trainer(tmp_path / device, checkpoint, rows, **options)
-        assert made.args.device.type == device
-        assert {parameter.device for parameter in made.model.parameters()} == {made.args.device}
-        return made
+        trainer = training.trainer(
+            tmp_path / device,
+            checkpoint,
+            training.rows(12, images=lambda number: number // 2 % 3),
+            use_cpu=is_cpu,
+            dataloader_pin_memory=False,
+            **options,
+        )
+        assert trainer.args.device.type == device
+        devices = {parameter.device for parameter in trainer.model.parameters()}
+        assert devices == {trainer.args.device}
+        return trainer
 
     yield make
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def written(trainer):
-    """What a run logged, and wrote of its probe."""
-    timed = ("runtime", "per_second")
-    logged = [
-        {name: log[name] for name in sorted(log) if not name.endswith(timed)}
-        for log in trainer.state.log_history
-    ]
-    file = training.Path(trainer.args.output_dir, "dynamics.jsonl")
-    probed = [json.loads(line) for line in file.read_text().splitlines()]
-    assert (len(logged), len(probed)) == (4, 2)
-    return [logged, [[row["visual"], row["text"]] for row in probed]]
+def logged_values(trainer) -> list[dict]:
+    """What a run logged, without times."""
+    logs = []
+    for log in trainer.state.log_history:
+        values = {}
+        for value_name in sorted(log):
+            if not value_name.endswith(("runtime", "per_second")):
+                values[value_name] = log[value_name]
+        logs.append(values)
+    assert len(logs) == 4
+    return logs
 
 
-NIGHTLY = pytest.mark.nightly
-PADDING_FREE = {"padding_free": True}
-ADAPTERS = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0, "gradient_checkpointing": True}
+def probed_values(trainer) -> list[list]:
+    """What a run wrote of its probe."""
+    probe_path = training.Path(trainer.args.output_dir, "dynamics.jsonl")
+    probed = []
+    for line in probe_path.read_text().splitlines():
+        measured = json.loads(line)
+        probed.append([measured["visual"], measured["text"]])
+    assert len(probed) == 2
+    return probed
+
+
+PADDING_FREE_ACCUMULATED = {
+    "padding_free": True,
+    "gradient_accumulation_steps": 2,
+}
+PADDING_FREE_ADAPTERS = {
+    "padding_free": True,
+    "use_peft": True,
+    "lora_r": 2,
+    "lora_dropout": 0.0,
+    "gradient_checkpointing": True,
+}
+FIRST_WITHOUT_IMAGES = {
+    "train_sampling_strategy": "sequential",
+    "arm": "none",
+}
 
 
 @pytest.mark.parametrize(
     ("options", "only_answers"),
     [
-        pytest.param(PADDING_FREE | {"gradient_accumulation_steps": 2}, False, marks=NIGHTLY),
-        pytest.param(PADDING_FREE | ADAPTERS, False, marks=NIGHTLY),
-        ({"train_sampling_strategy": "sequential", "arm": "none"}, True),  # first without images
+        pytest.param(PADDING_FREE_ACCUMULATED, False, marks=pytest.mark.nightly),
+        pytest.param(PADDING_FREE_ADAPTERS, False, marks=pytest.mark.nightly),
+        (FIRST_WITHOUT_IMAGES, True),
     ],
 )
-def test_training_steps_with_all_callbacks(trainer, options, only_answers):
-    options = {"optim": "sgd", "learning_rate": 0.1, "probe_steps": [0, 2], **options}
-    options |= {"held_out": training.rows(2), "eval_strategy": "steps", "eval_steps": 2}
-    options |= {"sample_count": 1, "sample_max_new_tokens": 4}
-    runs = []
+def test_training_steps_with_all_callbacks(make_trainer, options, only_answers):
+    trainers = {}
     for device in ("cpu", "strict"):
-        run = trainer(device, **options)
-        model = base_model(run.model)
+        trainer = make_trainer(
+            device,
+            optim="sgd",
+            learning_rate=0.1,
+            probe_steps=[0, 2],
+            held_out=training.rows(2),
+            eval_strategy="steps",
+            eval_steps=2,
+            sample_count=1,
+            sample_max_new_tokens=4,
+            **options,
+        )
+        model = base_model(trainer.model)
         assert model.only_answers == (device == "cpu")
         model.only_answers = only_answers
-        run.train()
-        runs.append(run)
-    on_cpu, on_strict = runs
-    same(written(on_strict), written(on_cpu))
-    expected = training.weights(on_cpu.model)
-    for name, parameter in on_strict.model.named_parameters():
-        close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-6)
+        trainer.train()
+        trainers[device] = trainer
+
+    same(logged_values(trainers["strict"]), logged_values(trainers["cpu"]))
+    same(probed_values(trainers["strict"]), probed_values(trainers["cpu"]))
+    expected_weights = training.weights(trainers["cpu"].model)
+    for parameter_name, parameter in trainers["strict"].model.named_parameters():
+        expected = expected_weights[parameter_name]
+        close(parameter.detach(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_resumes_from_its_checkpoint(trainer):
-    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "data_seed": 0}
-    whole = trainer("strict", **options)
-    whole.train()
-    expected = training.weights(whole.model)
-    resumed = trainer("strict", **options)
-    shutil.rmtree(f"{resumed.args.output_dir}/checkpoint-3")
-    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+def test_a_run_resumes_from_its_checkpoint(make_trainer):
+    options = {
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "data_seed": 0,
+    }
+    uninterrupted = make_trainer("strict", **options)
+    uninterrupted.train()
+    expected_weights = training.weights(uninterrupted.model)
+
+    resumed = make_trainer("strict", **options)
+    output_folder = resumed.args.output_dir
+    shutil.rmtree(f"{output_folder}/checkpoint-3")
+    resumed.train(resume_from_checkpoint=f"{output_folder}/checkpoint-2")
     assert resumed.state.global_step == 3
-    for name, parameter in resumed.model.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+    for parameter_name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, expected_weights[parameter_name]), parameter_name
 
 
-def test_an_adapter_trained_there_is_merged(trainer, checkpoint, tmp_path):
-    run = trainer("strict", use_peft=True, lora_r=2, learning_rate=1e-2)
-    run.train()
-    run.save_model(tmp_path / "adapter")
+def test_an_adapter_trained_there_is_merged(make_trainer, checkpoint, tmp_path):
+    trainer = make_trainer(
+        "strict",
+        use_peft=True,
+        lora_r=2,
+        learning_rate=1e-2,
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
     merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").to(STRICT)
-    collate = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    batch = on_device(collate(list(training.rows(2))))
-    run.model.eval()
+    merged_model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    merged_model.to(STRICT)
+
+    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
+    batch = on_device(collator(list(training.rows(2))))
+    adapted_model = trainer.model.eval()
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
     with torch.no_grad():
-        expected = run.model(**batch).logits.cpu()
-        close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-4)
-        run.model.merge_and_unload()
-        close(run.model.get_base_model()(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+        expected = adapted_model(**batch).logits.cpu()
+        close(merged_model(**batch).logits, expected, **tolerance)
+        adapted_model.merge_and_unload()
+        close(adapted_model.get_base_model()(**batch).logits, expected, **tolerance)
 
 
 def test_a_batch_without_images_where_tower_and_decoder_are_on_two_devices(checkpoint):
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "use_cache": False}
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    expected = model(inputs["input_ids"]).logits
-    for part in (model.model.vision_tower, model.model.multi_modal_projector):  # as by accelerate
-        add_hook_to_module(part.to(STRICT), AlignDevicesHook(STRICT))
+    input_ids = torch.tensor([[5, 6, 7]])
+    expected = model(input_ids).logits
+
+    # As accelerate spreads a model.
+    for module in (model.model.vision_tower, model.model.multi_modal_projector):
+        add_hook_to_module(module.to(STRICT), AlignDevicesHook(STRICT))
     wrap_forward(model, torch.zeros(1, 3, 16, 16))
-    assert torch.equal(model(**inputs).logits, expected)
+    assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
