@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 _SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder."
 _HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but not a placeholder: hf_xxx...
 _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torch.save puts them in
+_GGUF_METADATA = 2**24  # bytes that hold them, with all tokens of a large vocabulary
 _MERGED = "the merged model, without --adapter."
 _PUBLISH_BASE = f"Publish the base first, and name it: --base user/name. Or publish {_MERGED}"
 
@@ -30,7 +31,8 @@ def check_checkpoint(folder: Path) -> None:
     """Raises ValueError if the model would not be served as it was trained.
 
     It refuses foreign code, padding on the right, embeddings that are tied in only one of the two
-    configurations, and a norm that is not finite or not float32.
+    configurations, and a norm that is not finite or not float32. It also raises ValueError if
+    a file of the checkpoint is broken or not safe to read.
     """
     faults = []
     config_json, config = read_config(folder)
@@ -76,12 +78,9 @@ def check_private(source: PublishSource, token: str) -> None:
     faults = []
     for repo_path, content in source.files.items():
         if isinstance(content, Path):
-            with safe_open(content, "pt") as tensors:
-                text = json.dumps(tensors.metadata())
+            text = _read_metadata(content)
         elif content.startswith(_PICKLED):
-            faults.append(
-                f"{repo_path}: a pickle, which runs code when read. Save it as safetensors."
-            )
+            faults.append(f"{repo_path}: a pickle. It runs code when read. Save it as safetensors.")
             continue
         else:
             text = content.decode("utf-8", "replace")
@@ -100,6 +99,15 @@ def check_private(source: PublishSource, token: str) -> None:
         raise ValueError("\n- ".join(["This must not be published:", *faults]))
 
 
+def _read_metadata(file: Path) -> str:
+    """Reads the metadata of a file of weights. In a GGUF file, they are at the beginning."""
+    if file.suffix == ".gguf":
+        with file.open("rb") as stream:
+            return stream.read(_GGUF_METADATA).decode("utf-8", "replace")
+    with safe_open(file, "pt") as tensors:
+        return json.dumps(tensors.metadata())
+
+
 def _local_paths(checkpoint: Path) -> set[str]:
     """Returns the home folder, the checkpoint's and its parent, also as they are in JSON.
 
@@ -114,7 +122,7 @@ def _local_paths(checkpoint: Path) -> set[str]:
 
 
 def recorded_base(adapter: Path) -> Part | None:
-    """Returns the base that an adapter names; None for none, or for a folder of this machine."""
+    """Reads the base that an adapter names. Returns None for none, or a folder of this machine."""
     adapter_config = read_json(adapter / ADAPTER_CONFIG)
     base_name = adapter_config.get("base_model_name_or_path")
     if not base_name or Path(base_name).exists():
@@ -122,12 +130,12 @@ def recorded_base(adapter: Path) -> Part | None:
     return Part("base model", base_name, base_name, adapter_config.get("revision") or "main")
 
 
-def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
-    """Returns the base that an adapter is published with.
+def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
+    """Returns the base that an adapter is published with, and refuses one that cannot be loaded.
 
     Args:
         adapter: Folder of the adapter.
-        base: Hub id of its base; by default the one that the adapter names.
+        base: Hub id of its base. By default it is the one that the adapter names.
         ask_hub: Pin the base to its commit, and check that it is as it was in training.
 
     Raises:

@@ -16,12 +16,13 @@ from ...checkpoint.files import (
     TRAINING_RECORD,
     WEIGHTS,
 )
-from ...checkpoint.untrusted import loading
-from ...diagnose.report import REPORT
+from ...checkpoint.untrusted import refuse_unreadable
+from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
-from ..reading import DIAGNOSTICS, NOTICES, public_report, weight_files
+from ..reading import DIAGNOSTICS, GGUF, NOTICES, gguf_files, read_public_report, weight_files
 
 
+MODELFILE = "Modelfile"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 _MODEL_FILES = (
     WEIGHTS,
@@ -48,6 +49,8 @@ _MODEL_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.json",
     "chat_template.jinja",
+    "*.gguf",
+    MODELFILE,
 )
 WRITTEN: dict[str, tuple[str, ...]] = {
     "": _MODEL_FILES,
@@ -55,6 +58,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     EVALUATION: (SUMMARY,),
     DIAGNOSTICS: (REPORT, "*.png"),
     **dict.fromkeys(NOTICES, ("[!.]*",)),
+    GGUF: ("*.gguf", MODELFILE),
 }
 """Patterns of the files that this package and transformers write, by folder.
 
@@ -84,7 +88,7 @@ class PublishSource:
 
     Attributes:
         folder: The folder.
-        files: The contents by path in the repository; for weights, the file.
+        files: The contents by path in the repository. For weights it is the file.
         sizes: The bytes of each file, by the same path.
         excluded: The paths that stay here.
     """
@@ -95,12 +99,18 @@ class PublishSource:
     excluded: list[str]
 
 
-def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
+def choose_files(
+    folder: Path, generated: Mapping[str, bytes], *, with_gguf: bool = False
+) -> PublishSource:
     """Chooses the files to send, and reads the small ones, so that what is checked is what is sent.
 
     Args:
         folder: Folder of a checkpoint or adapter.
         generated: Contents by path that are sent instead of the folder's files.
+        with_gguf: Whether GGUF files and the Modelfile beside them are sent.
+
+    Raises:
+        ValueError: The weights, the report of a diagnosis or a notice are not valid.
     """
     folder = folder.resolve()
     loaded = {weight_file.name for weight_file in weight_files(folder)}
@@ -108,21 +118,27 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
         loaded.add(INDEX)
     figures: set[str] = set()
     replaced = dict(generated)
-    report_file = folder / DIAGNOSTICS / REPORT
-    if report_file.is_file():
-        public_content, figure_names = public_report(report_file.read_text("utf-8"))
-        replaced[f"{DIAGNOSTICS}/{REPORT}"] = public_content
-        figures = {f"{DIAGNOSTICS}/{figure_name}" for figure_name in figure_names}
+    report = read_public_report(folder)
+    if report:
+        replaced[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
+        figures = {f"{DIAGNOSTICS}/{figure['file']}" for figure in report["figures"]}
+    wanted = loaded | figures
+    if with_gguf:
+        wanted |= _gguf_paths(folder)
     files_here: dict[str, bytes | Path] = {}
     excluded = []
     for local_path in _paths(folder):
         repo_path = local_path.relative_to(folder).as_posix()
         if local_path.is_dir():
             excluded.append(f"{repo_path}/")
-        elif _is_sent(local_path, repo_path, loaded | figures):
-            files_here[repo_path] = _content(local_path, repo_path)
-        else:
+        elif not _is_sent(local_path, repo_path, wanted):
             excluded.append(repo_path)
+        elif _is_notice(repo_path):
+            files_here[repo_path] = read_notice(local_path)
+        elif local_path.suffix in (".safetensors", ".gguf"):
+            files_here[repo_path] = local_path
+        else:
+            files_here[repo_path] = local_path.read_bytes()
     files = dict(sorted({**files_here, **replaced}.items()))
     sizes = {}
     for repo_path, content in files.items():
@@ -136,23 +152,24 @@ def _is_sent(local_path: Path, repo_path: str, needed: set[str]) -> bool:
     Args:
         local_path: The file.
         repo_path: Its path in the repository.
-        needed: The weights that would be loaded, and the figures that the report names.
+        needed: The weights that would be loaded, the figures that the report names, GGUF files.
     """
     if not local_path.is_file() or not _matches(repo_path, SENT):
         return False
     if _is_notice(repo_path):
         return True
-    is_optional = local_path.suffix in (".safetensors", ".png") or repo_path == INDEX
+    is_optional = local_path.suffix in (".safetensors", ".png", ".gguf")
+    is_optional = is_optional or local_path.name in (INDEX, MODELFILE)
     return repo_path in needed or not is_optional
 
 
-def _content(local_path: Path, repo_path: str) -> bytes | Path:
-    """Returns the content of a file to send; for weights, the file."""
-    if _is_notice(repo_path):
-        return read_notice(local_path)
-    if local_path.suffix == ".safetensors":
-        return local_path
-    return local_path.read_bytes()
+def _gguf_paths(folder: Path) -> set[str]:
+    """Returns the paths of GGUF files and of the Modelfile beside them."""
+    paths = set()
+    for file in gguf_files(folder):
+        paths.add(file.relative_to(folder).as_posix())
+        paths.add(file.with_name(MODELFILE).relative_to(folder).as_posix())
+    return paths
 
 
 def _is_notice(repo_path: str) -> bool:
@@ -180,10 +197,10 @@ def read_notice(file: Path) -> bytes:
     if size > LARGEST_NOTICE:
         raise ValueError(f"{file} has {size:,} bytes, and a notice {LARGEST_NOTICE:,}. {remedy}")
     content = file.read_bytes()
-    with loading(str(file), remedy=remedy):
+    with refuse_unreadable(str(file), remedy=remedy):
         text = content.decode("utf-8")
     if "\0" in text:
-        raise ValueError(f"{file} is no plain text: it has a null character. {remedy}")
+        raise ValueError(f"{file} is not plain text: it has a null character. {remedy}")
     return content
 
 

@@ -422,7 +422,7 @@ def test_a_folder_with_other_files_is_refused_before_weights_are_read(
     model_folder = refused_folders / "model"
     outcome = run_command(model_folder, "--data", root / "images", "--output", output)
     assert outcome.exit_code == 1
-    assert f"holds {other_files[output_name]}, which is not" in outcome.output, outcome.output
+    assert f"holds {other_files[output_name]}. It is not" in outcome.output, outcome.output
     assert file_hashes(refused_folders) == before
 
 
