@@ -213,7 +213,7 @@ def test_the_bottom_third_of_four_rows_is_a_row_and_a_third():
         pytest.param((1, 3, 32, 16), 8, (4, 2), id="tall"),
         pytest.param((1, 3, 16, 640), 4, None, id="flat"),
         pytest.param((3, 8, 8), 4, None, id="without a batch"),
-        # A row of nine is no grid of an image four times as wide.
+        # An image four times as wide as high does not have a single row of nine.
         pytest.param((1, 3, 32, 128), 9, None, id="wide with a row of tokens"),
         pytest.param((4, 3, 16, 16), 16, None, id="several images"),
         pytest.param((1, 4, 3, 16, 16), 16, None, id="tiles"),

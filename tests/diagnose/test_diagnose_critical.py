@@ -31,6 +31,15 @@ def angle_between(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return 2 * torch.atan2((first - second).norm(), (first + second).norm())
 
 
+def random_update(state, size, angle, generator):
+    """An update of this size, at this angle to the state, in a random plane."""
+    along = state / state.norm()
+    across = torch.randn(64, generator=generator, dtype=torch.float64)
+    across -= (across @ along) * along
+    across /= across.norm()
+    return size * (math.cos(angle) * along + math.sin(angle) * across)
+
+
 @pytest.mark.parametrize("norm", [0.7, 50.0])
 def test_rotation_is_as_of_a_state_to_which_such_updates_are_added(norm):
     generator = torch.Generator().manual_seed(0)
@@ -38,13 +47,10 @@ def test_rotation_is_as_of_a_state_to_which_such_updates_are_added(norm):
     state *= norm / state.norm()
     expected_rotation = []
     for size, angle in zip(SIZES, ANGLES, strict=True):
-        along = state / state.norm()
-        across = torch.randn(64, generator=generator, dtype=torch.float64)
-        across -= (across @ along) * along
-        across /= across.norm()
-        update = size * (math.cos(angle) * along + math.sin(angle) * across)
-        expected_rotation.append(angle_between(state, state + update).item())
-        state = state + update
+        update = random_update(state, size, angle, generator)
+        next_state = state + update
+        expected_rotation.append(angle_between(state, next_state).item())
+        state = next_state
     rotation = Updates(3.0, SIZES, ANGLES).rotation(norm)
     assert rotation == pytest.approx(expected_rotation, abs=1e-9)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of embedding rows in memory against those on disk, which tests/assembly checks (tables 6
-to 8); gain and bias by hand, where they start, and how far training took them (table 5)."""
+"""Norms of embedding rows in memory against norms on disk (tables 6 to 8; tests/assembly checks the
+latter); gain and bias by hand, where they start, and how far training took them (table 5)."""
 
 import math
 from dataclasses import replace
@@ -84,21 +84,21 @@ def mean_abs(values):
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_gain_and_bias_against_hand_computation(kind):
     model = trained_model(projector_norm=kind)
-    norm = model.model.multi_modal_projector.norm
-    gain = norm.weight.detach().double().tolist()
-    start = expected_start(model)
-    stored_start = torch.tensor(start, dtype=torch.float32).item()
-    differences = [value - stored_start for value in gain]
+    norm_module = model.model.multi_modal_projector.norm
+    gain_values = norm_module.weight.detach().double().tolist()
+    expected_gain = expected_start(model)
+    stored_start = torch.tensor(expected_gain, dtype=torch.float32).item()
+    differences = [value - stored_start for value in gain_values]
     expected = {
-        "l2": math.hypot(*gain),
-        "mean_abs": mean_abs(gain),
-        "start": start,
+        "l2": math.hypot(*gain_values),
+        "mean_abs": mean_abs(gain_values),
+        "start": expected_gain,
         "distance": math.hypot(*differences),
     }
     if kind == "layer_norm":
-        bias = norm.bias.detach().double().tolist()
-        expected["bias_mean_abs"] = mean_abs(bias)
-        expected["bias_distance"] = math.hypot(*bias)
+        bias_values = norm_module.bias.detach().double().tolist()
+        expected["bias_mean_abs"] = mean_abs(bias_values)
+        expected["bias_distance"] = math.hypot(*bias_values)
     measured = {}
     for name, value in vars(gain_of(model)).items():
         if value is not None:
@@ -117,10 +117,10 @@ def untrained(request):
     """A model whose gain never moved, and where the gain starts."""
     model = tiny.model(**request.param)
     model.align_projector_norm()
-    start = expected_start(model)
+    expected_gain = expected_start(model)
     if "projector_gain_init" in request.param:
-        start = 1.0
-    return model, start
+        expected_gain = 1.0
+    return model, expected_gain
 
 
 def check_at_start(measured, start):
@@ -132,24 +132,24 @@ def check_at_start(measured, start):
 
 
 def test_what_never_moved_is_at_its_start(untrained):
-    model, start = untrained
-    check_at_start(gain_of(model), start)
+    model, expected_gain = untrained
+    check_at_start(gain_of(model), expected_gain)
 
 
 def test_what_never_moved_is_at_its_start_in_bfloat16(untrained, tmp_path):
-    model, start = untrained
+    model, expected_gain = untrained
     model.save_pretrained(tmp_path)
     saved_model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    check_at_start(gain_of(saved_model), start)
+    check_at_start(gain_of(saved_model), expected_gain)
 
 
 def test_the_start_is_the_configuration_s(untrained):
     """So it stays if embeddings change."""
-    model, start = untrained
+    model, expected_gain = untrained
     with torch.no_grad():
         model.get_input_embeddings().weight *= 3
     measured = gain_of(model)
-    assert measured.start == pytest.approx(start, rel=1e-9)
+    assert measured.start == pytest.approx(expected_gain, rel=1e-9)
     assert measured.distance == 0.0
 
 
@@ -179,11 +179,11 @@ def test_the_gain_of_an_offloaded_model_is_the_same():
 def test_with_adapters_the_copy_of_the_norm_that_is_trained_counts(module):
     model = trained_model()
     before = gain_of(model)
-    lora = LoraConfig(
+    lora_config = LoraConfig(
         target_modules=r".*\.language_model\..*\.q_proj",
         modules_to_save=[module],
     )
-    adapted_model = get_peft_model(model, lora)
+    adapted_model = get_peft_model(model, lora_config)
     with torch.no_grad():
         for parameter in adapted_model.parameters():
             is_of_norm = parameter.dim() == 1

@@ -80,8 +80,8 @@ def check_curves(depth, expected):
         for kind, tokens in expected.items():
             curve = curves[kind]
             assert len(curve.mean) == len(tokens[0][quantity])
-            for layer, measured in enumerate(zip(curve.mean, curve.std, strict=True)):
-                layer_moments = moments([token[quantity][layer] for token in tokens])
+            for layer_index, measured in enumerate(zip(curve.mean, curve.std, strict=True)):
+                layer_moments = moments([token[quantity][layer_index] for token in tokens])
                 approximately = pytest.approx(layer_moments, rel=1e-6, abs=1e-7)
                 assert measured == approximately, (quantity, kind)
 
@@ -100,9 +100,9 @@ def check_asymmetry(depth, model, batches):
 
 
 def check_interface(report, model, batches, family):
-    norms = report.interface
+    interface = report.interface
     assert report.projector in dict(model.named_modules())
-    assert norms.projector_output is not None
+    assert interface.projector_output is not None
 
     encoded_norms = []
     word_ids = []
@@ -111,15 +111,15 @@ def check_interface(report, model, batches, family):
         for token_id in batch["input_ids"].flatten().tolist():
             if token_id in WORDS:
                 word_ids.append(token_id)
-    check_moments(norms.encoder_output, encoded_norms)
+    check_moments(interface.encoder_output, encoded_norms)
     weight = model.get_input_embeddings().weight.detach().double()
-    check_moments(norms.text_raw, weight[word_ids].norm(dim=-1).tolist())
+    check_moments(interface.text_raw, weight[word_ids].norm(dim=-1).tolist())
 
     stored_norms = []
     for token_id, embedding in enumerate(weight):
         if token_id != IMAGE and embedding.any():
             stored_norms.append(embedding.norm().item())
-    check_moments(norms.vocabulary_raw, stored_norms)
+    check_moments(interface.vocabulary_raw, stored_norms)
 
     width = model.config.get_text_config().hidden_size
     scales = {
@@ -128,12 +128,12 @@ def check_interface(report, model, batches, family):
         "llava_next_granite": 3.0,
     }
     scale = scales.get(family, 1.0)
-    assert norms.scale == pytest.approx(scale, rel=1e-5)
+    assert interface.scale == pytest.approx(scale, rel=1e-5)
     scaled_norms = [scale * norm for norm in stored_norms]
-    check_moments(norms.vocabulary, scaled_norms, rel=1e-5)
+    check_moments(interface.vocabulary, scaled_norms, rel=1e-5)
     mean_norm, _ = moments(stored_norms)
-    assert norms.ratio == pytest.approx(norms.visual.mean / (scale * mean_norm), rel=1e-5)
-    assert norms.ratio_data == pytest.approx(norms.visual.mean / norms.text.mean)
+    assert interface.ratio == pytest.approx(interface.visual.mean / (scale * mean_norm), rel=1e-5)
+    assert interface.ratio_data == pytest.approx(interface.visual.mean / interface.text.mean)
 
 
 def encoder_norms(model, batch, dim):
@@ -148,7 +148,7 @@ def encoder_norms(model, batch, dim):
 
 def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
     model, batch = vlm_families.make("normalign_llava")
-    norms = probe(model, [batch]).interface
+    interface = probe(model, [batch]).interface
 
     projector = model.model.multi_modal_projector
     with torch.no_grad():
@@ -157,22 +157,22 @@ def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
         activation = projector.act(projector.linear_1(projector_input))
         norm_input = projector.linear_2(activation)
         projector_output = projector.norm(norm_input)
-    check_moments(norms.projector_input, row_norms(projector_input))
-    check_moments(norms.norm_input, row_norms(norm_input))
-    check_moments(norms.projector_output, row_norms(projector_output))
-    assert norms.ratio == pytest.approx(1.0, abs=0.02)
+    check_moments(interface.projector_input, row_norms(projector_input))
+    check_moments(interface.norm_input, row_norms(norm_input))
+    check_moments(interface.projector_output, row_norms(projector_output))
+    assert interface.ratio == pytest.approx(1.0, abs=0.02)
 
 
 def test_of_a_visual_vocabulary_the_table_is_measured():
     """Ovis projects by a table with a row for each visual word."""
     model, batch = vlm_families.make("ovis2")
-    norms = probe(model, [batch]).interface
-    assert norms.projector_input is None
-    assert norms.projector_output.count == norms.visual.count
+    interface = probe(model, [batch]).interface
+    assert interface.projector_input is None
+    assert interface.projector_output.count == interface.visual.count
 
     table_norms = row_norms(model.model.visual_embeddings_table.weight.detach())
-    check_moments(norms.visual_table, table_norms[: -len(INDICATORS)])
-    check_moments(norms.indicator_table, table_norms[-len(INDICATORS) :])
+    check_moments(interface.visual_table, table_norms[: -len(INDICATORS)])
+    check_moments(interface.indicator_table, table_norms[-len(INDICATORS) :])
 
 
 def test_the_model_is_left_as_it_was_found():
@@ -248,8 +248,8 @@ def test_a_model_in_four_bits_is_measured(tmp_path):
 def test_a_model_with_adapters_is_measured():
     model, batch = vlm_families.make("normalign_llava")
     plain_report = probe(model, [batch])
-    lora = LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False)
-    adapted_model = get_peft_model(model, lora)
+    lora_config = LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False)
+    adapted_model = get_peft_model(model, lora_config)
     report = probe(adapted_model, [batch])
     assert report.dtype == "float32"
     base_model = adapted_model.get_base_model()
@@ -281,12 +281,12 @@ def test_sequences_without_text_or_without_an_image(text_batch):
         "pixel_values": batch["pixel_values"][:1],
     }
     report = probe(model, [image_batch])
-    norms = report.interface
+    interface = report.interface
     assert report.tokens == {"visual": 4, "special": 1}
-    assert norms.text is None
-    assert norms.ratio_data is None
+    assert interface.text is None
+    assert interface.ratio_data is None
     assert report.depth.asymmetry is None
-    assert norms.ratio == pytest.approx(norms.visual.mean / norms.vocabulary.mean)
+    assert interface.ratio == pytest.approx(interface.visual.mean / interface.vocabulary.mean)
 
     tokens_of_both = probe(model, [image_batch, text_batch]).tokens
     assert tokens_of_both == {"visual": 4, "text": 3, "special": 2}
@@ -346,10 +346,10 @@ def test_without_text_the_scale_of_embeddings_is_the_configuration_s():
         "input_ids": torch.tensor([[1, IMAGE, IMAGE, IMAGE, IMAGE]]),
         "pixel_values": tiny.inputs()["pixel_values"][:1],
     }
-    norms = probe(tiny.llava(text=text_config), [image_batch]).interface
-    assert norms.text is None
-    assert norms.scale == pytest.approx(12.0)
-    assert norms.vocabulary.mean == pytest.approx(12.0 * norms.vocabulary_raw.mean)
+    interface = probe(tiny.llava(text=text_config), [image_batch]).interface
+    assert interface.text is None
+    assert interface.scale == pytest.approx(12.0)
+    assert interface.vocabulary.mean == pytest.approx(12.0 * interface.vocabulary_raw.mean)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_quantities_of_a_scaled_state_are_finite():
     assert values.isfinite().all()
 
 
-def test_special_tokens_of_a_tokenizer_are_those_that_it_calls_special():
+def test_special_tokens_of_a_tokenizer_are_the_ones_that_it_calls_special():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["plain"])
     special_ids = tokenizer_ids(tokenizer)
@@ -535,14 +535,16 @@ def test_a_layer_that_changes_nothing():
 
 def test_rows_that_are_more_than_scaled_have_no_n_text():
     model, batch = vlm_families.make("llava")
-    lora = LoraConfig(target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False)
-    report = probe(get_peft_model(model, lora), [batch])
-    norms = report.interface
-    assert norms.scale is None
-    assert norms.vocabulary is None
-    assert norms.ratio is None
-    assert norms.vocabulary_raw
-    assert norms.ratio_data == pytest.approx(norms.visual.mean / norms.text.mean)
+    lora_config = LoraConfig(
+        target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False
+    )
+    report = probe(get_peft_model(model, lora_config), [batch])
+    interface = report.interface
+    assert interface.scale is None
+    assert interface.vocabulary is None
+    assert interface.ratio is None
+    assert interface.vocabulary_raw
+    assert interface.ratio_data == pytest.approx(interface.visual.mean / interface.text.mean)
     assert "N_text" in report.left_out[0]
 
 
@@ -631,15 +633,15 @@ def test_visual_tokens_that_are_zero_or_infinite_are_refused(bias, message):
 
 def test_layers_that_change_nothing_have_no_asymmetry():
     model, batch = vlm_families.make("llava")
-    for layer in model.get_decoder().layers:
-        zero_updates(layer)
+    for decoder_layer in model.get_decoder().layers:
+        zero_updates(decoder_layer)
     assert probe(model, [batch]).depth.asymmetry is None
 
 
 def test_text_of_zero_is_refused():
     model, batch = vlm_families.make("llava")
-    for layer in model.get_decoder().layers:
-        zero_updates(layer)
+    for decoder_layer in model.get_decoder().layers:
+        zero_updates(decoder_layer)
     with torch.no_grad():
         model.get_input_embeddings().weight.zero_()
     with pytest.raises(ValueError, match="All text tokens are zero in state 0"):
@@ -737,8 +739,8 @@ class StateRecorder:
 
     def __init__(self, decoder):
         self.clear()
-        for layer in decoder.layers:
-            layer.register_forward_hook(self.keep_layer)
+        for decoder_layer in decoder.layers:
+            decoder_layer.register_forward_hook(self.keep_layer)
         decoder.norm.register_forward_hook(self.keep_final)
 
     def clear(self):

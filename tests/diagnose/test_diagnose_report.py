@@ -81,7 +81,7 @@ def test_what_json_lacks_is_null_and_each_key_has_a_line():
 
 def cells_by_label(table):
     """The further cells of each row by its first cell."""
-    return {label: cells for label, *cells in table["rows"]}
+    return {label: row_cells for label, *row_cells in table["rows"]}
 
 
 @pytest.fixture
@@ -104,13 +104,13 @@ def test_the_table_of_the_interface_has_the_numbers_of_each_model_in_its_column(
     assert table["numeric"] == [False, True, True]
     assert "5.6 to 66" in table["caption"]
 
-    cells = cells_by_label(table)
-    assert cells["visual tokens, as received"] == ["39.96 ± 45.58", "1.102 ± 0.02130"]
-    assert cells["input of the norm"] == ["–", "12.34 ± 5.678"]
-    assert cells["visual tokens / vocabulary"] == ["37.00", "1.020"]
-    assert cells["visual tokens / text in the data"] == ["32.38", "0.8927"]
-    assert cells["text as received / text as stored"] == ["1.000", "1.000"]
-    for label in cells:
+    row_cells = cells_by_label(table)
+    assert row_cells["visual tokens, as received"] == ["39.96 ± 45.58", "1.102 ± 0.02130"]
+    assert row_cells["input of the norm"] == ["–", "12.34 ± 5.678"]
+    assert row_cells["visual tokens / vocabulary"] == ["37.00", "1.020"]
+    assert row_cells["visual tokens / text in the data"] == ["32.38", "0.8927"]
+    assert row_cells["text as received / text as stored"] == ["1.000", "1.000"]
+    for label in row_cells:
         assert "newline" not in label
         assert "indicator" not in label
 
@@ -126,13 +126,13 @@ def test_the_table_of_the_data_says_what_was_measured(compared_tables):
     assert table["columns"][1:] == ["base (baseline)", "ours"]
     assert table["numeric"] == [False, False, False]
 
-    cells = cells_by_label(table)
-    assert cells["Norm after the projector"] == ["none", "layer_norm"]
-    assert cells["Precision of the decoder"] == ["bfloat16", "float32"]
-    assert cells["Layers L of the decoder"] == ["30", "28"]
-    assert cells["Visual tokens"] == ["1,024", "1,024"]
-    assert cells["Newline tokens"] == ["0", "3"]
-    assert "Indicator tokens" not in cells
+    row_cells = cells_by_label(table)
+    assert row_cells["Norm after the projector"] == ["none", "layer_norm"]
+    assert row_cells["Precision of the decoder"] == ["bfloat16", "float32"]
+    assert row_cells["Layers L of the decoder"] == ["30", "28"]
+    assert row_cells["Visual tokens"] == ["1,024", "1,024"]
+    assert row_cells["Newline tokens"] == ["0", "3"]
+    assert "Indicator tokens" not in row_cells
 
 
 def test_a_norm_without_a_bias_has_none_in_the_table_of_the_gain():
@@ -176,7 +176,7 @@ def test_the_table_of_embeddings_shows_texts_of_tokens_in_quotes(tables_of_one_m
 
 
 def test_kinds_of_token_that_do_not_occur_are_not_in_the_table_of_the_data(tables_of_one_model):
-    cells = cells_by_label(tables_of_one_model["data"][0])
-    assert cells["Data"] == ["–"]
-    assert cells["Newline tokens"] == ["2"]
-    assert "Text tokens" not in cells
+    row_cells = cells_by_label(tables_of_one_model["data"][0])
+    assert row_cells["Data"] == ["–"]
+    assert row_cells["Newline tokens"] == ["2"]
+    assert "Text tokens" not in row_cells

@@ -99,7 +99,7 @@ def names_in(folder):
 
 
 def read_stored(folder):
-    """The report in a folder, which may hold no NaN."""
+    """The report in a folder. NaN in it is an error."""
     return json.loads((folder / "report.json").read_bytes(), parse_constant=pytest.fail)
 
 

@@ -184,11 +184,12 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path, names):
 
 
 def test_mcnemar_by_hand():
-    # 8 questions are right only in the first, 1 only in the second:
+    # 8 questions are right only in the first, 1 only in the second, and 5 in both:
     # 2 (C(9,0) + C(9,1)) / 2^9 = 20 / 512.
-    model_scores = np.array([1] * 8 + [0] + [1] * 5)
-    base_scores = np.array([0] * 8 + [1] + [1] * 5)
-    assert mcnemar(model_scores, base_scores) == pytest.approx(20 / 512)
+    model_scores = np.array([1] * 8 + [0] * 1 + [1] * 5)
+    base_scores = np.array([0] * 8 + [1] * 1 + [1] * 5)
+    p_value = mcnemar(model_scores, base_scores)
+    assert p_value == pytest.approx(20 / 512)
 
 
 def test_mcnemar_of_equal_scores_is_one():
@@ -216,13 +217,16 @@ def test_interval_over_other_numbers_of_seeds_is_welch_s():
     squared_errors = np.array([model_scores.var(ddof=1) / 4, base_scores.var(ddof=1) / 2])
     assert squared_errors == pytest.approx([1 / 2400, 1 / 100])
 
-    degrees = squared_errors.sum() ** 2 / (squared_errors**2 / [3, 1]).sum()
-    half_width = stats.t.ppf(0.975, degrees) * squared_errors.sum() ** 0.5
+    squared_error = squared_errors.sum()
+    degrees = squared_error**2 / (squared_errors**2 / [3, 1]).sum()
+    half_width = stats.t.ppf(0.975, degrees) * squared_error**0.5
     expected = (0.2 - half_width, 0.2 + half_width)
     assert over_seeds(model_scores, base_scores) == pytest.approx(expected)
 
-    pooled_error = ((3 / 600 + 1 / 50) / 4 * (1 / 4 + 1 / 2)) ** 0.5
-    assert half_width > 2 * stats.t.ppf(0.975, 4) * pooled_error
+    pooled_variance = (3 / 600 + 1 / 50) / 4
+    pooled_error = (pooled_variance * (1 / 4 + 1 / 2)) ** 0.5
+    pooled_half_width = stats.t.ppf(0.975, 4) * pooled_error
+    assert half_width > 2 * pooled_half_width
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_pat
     reasons = {
         "tiny_missing": "missing",
         "tiny_undefined": "share is [nan, nan]",
-        # It is on the Hub, which cannot be reached.
+        # Its data are on the Hub, and it cannot be reached.
         "mmstar": "Lin-Chen/MMStar",
         "pope": "missing columns or new values: question",
     }

@@ -1,4 +1,4 @@
-"""The questions of `normalign ask`: of a folder, of rows, and those a file has answers to."""
+"""The questions of `normalign ask`: of a folder, of rows, and of a file that has answers."""
 
 import pytest
 import train_data

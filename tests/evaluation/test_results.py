@@ -199,11 +199,11 @@ def with_answers(tmp_path):
     """Results of three tasks, of which only own_mine has answers to show."""
     folder = tmp_path / "own_mine"
     folder.mkdir()
-    lines = []
+    sample_lines = []
     for number, answer in enumerate(["kite", "", "a " * 300, "fourth"]):
         document = {"prompt": f"[red]{number}?", "answers": ["kite", "bird"]}
-        lines.append(json.dumps({"doc": document, "filtered_resps": [answer]}))
-    (folder / "samples_own_mine.jsonl").write_text("\n".join(lines))
+        sample_lines.append(json.dumps({"doc": document, "filtered_resps": [answer]}))
+    (folder / "samples_own_mine.jsonl").write_text("\n".join(sample_lines))
     results = [make_result("pope"), make_result("own_other"), make_result("own_mine")]
     return Evaluated(tmp_path / "summary.json", results, {})
 
@@ -255,8 +255,8 @@ def test_metrics_of_a_task_have_their_errors_references_and_counts():
         make_sample("contains", filter_name="loose"),
         make_sample("acc", filter_name="loose"),
     ]
-    raw = {"results": {"mine": scores}, "samples": {"mine": samples}}
-    accuracy, of_colour, contains = _metrics(raw, "mine")
+    harness_results = {"results": {"mine": scores}, "samples": {"mine": samples}}
+    accuracy, of_colour, contains = _metrics(harness_results, "mine")
     assert accuracy == Metric(
         name="acc",
         value=0.5,
@@ -295,8 +295,11 @@ def test_of_a_group_the_whole_comes_first_and_its_parts_are_subsets():
 
 
 def test_a_part_of_a_group_without_a_title_is_called_by_its_task():
-    raw = {"results": {"part": {"acc,none": 0.5}}, "samples": {"part": [make_sample("acc")]}}
-    (metric,) = _metrics(raw, "group")
+    harness_results = {
+        "results": {"part": {"acc,none": 0.5}},
+        "samples": {"part": [make_sample("acc")]},
+    }
+    (metric,) = _metrics(harness_results, "group")
     assert metric == Metric("acc", 0.5, references={}, subset="part", samples=1)
 
 
@@ -437,7 +440,7 @@ def test_the_version_of_a_task_is_the_one_in_its_file(tmp_path):
         "three": None,
         "four": None,
         "five": "7",
-        # Of a group, its tasks have versions.
+        # A group's tasks have versions, and it has none.
         "all": None,
     }
 
