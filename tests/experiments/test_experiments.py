@@ -68,17 +68,28 @@ def tiny_plan():
     }
 
 
-@pytest.mark.nightly
-def test_an_experiment_from_plan_to_report(archives, tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("experiments_main", EXPERIMENTS / "__main__.py")
+@pytest.fixture
+def main():
+    """The command's module."""
+    main_path = EXPERIMENTS / "__main__.py"
+    spec = importlib.util.spec_from_file_location("experiments_main", main_path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def modification_times(paths):
+    return [path.stat().st_mtime_ns for path in paths]
+
+
+@pytest.mark.nightly
+def test_an_experiment_from_plan_to_report(archives, main, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan_content = tiny_plan()
     plan_path = tmp_path / "plan.yaml"
     plan_path.write_text(yaml.safe_dump(plan_content))
     plan = read_plan(plan_path)
-    module.main(["run", str(plan_path)])
+    main.main(["run", str(plan_path)])
 
     result_paths = {run.name: plan.results / f"{run.key}.json" for run in plan.runs()}
     results = {}
@@ -106,15 +117,14 @@ def test_an_experiment_from_plan_to_report(archives, tmp_path, monkeypatch):
         assert figure.width > 300
 
     # A second time, nothing is run.
-    times = [result_path.stat().st_mtime_ns for result_path in result_paths.values()]
-    module.main(["run", str(plan_path)])
-    times_after = [result_path.stat().st_mtime_ns for result_path in result_paths.values()]
-    assert times_after == times
+    times = modification_times(result_paths.values())
+    main.main(["run", str(plan_path)])
+    assert modification_times(result_paths.values()) == times
 
     plan_content["groups"]["tiny"]["variants"]["none"]["enters_at"] = 2
     plan_path.write_text(yaml.safe_dump(plan_content))
     with pytest.raises(SystemExit), pytest.raises(ValueError, match="other settings"):
-        module.main(["report", str(plan_path)])
+        main.main(["report", str(plan_path)])
 
 
 @pytest.mark.slow
@@ -213,13 +223,16 @@ def random_results(random_nats):
 
 def test_differences_are_paired_by_seed(random_nats, random_results):
     differences, interval, p_value = difference(random_results, ["a", "b", "c", "d"])
-    expected = random_nats[0] - random_nats[1] + random_nats[2] - random_nats[3]
+    first, second, third, fourth = random_nats
+    expected = first - second + third - fourth
     mean = expected.mean()
     standard_error = expected.std(ddof=1) / 6**0.5
     half_width = stats.t.ppf(0.975, 5) * standard_error
+    expected_interval = (mean - half_width, mean + half_width)
+    expected_p_value = 2 * stats.t.sf(abs(mean) / standard_error, 5)
     assert differences == pytest.approx(expected)
-    assert interval == pytest.approx((mean - half_width, mean + half_width))
-    assert p_value == pytest.approx(2 * stats.t.sf(abs(mean) / standard_error, 5))
+    assert interval == pytest.approx(expected_interval)
+    assert p_value == pytest.approx(expected_p_value)
 
 
 def test_equal_differences_have_no_interval():
@@ -240,7 +253,9 @@ def test_runs_of_other_data_are_not_compared(random_results):
 
 
 def test_p_values_are_corrected_by_holm():
-    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+    p_values = [0.01, 0.04, 0.03, 0.5]
+    expected = [0.04, 0.09, 0.09, 0.5]
+    assert holm(p_values) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("plan_name", ["regime", "table4-small"])
@@ -335,10 +350,10 @@ def mean_clipping(plan, arm):
 )
 def test_shares_of_clipping_on_the_page_are_those_of_the_stored_results(arm, label, tolerance):
     plan = read_plan(EXPERIMENTS / "regime.yaml")
-    page = (EXPERIMENTS / "README.md").read_text().partition("## Clipping")[2]
-    cells = re.search(rf"^\| {label} \|(.+)\|$", page, re.MULTILINE)[1].split("|")
+    _, _, page_section = (EXPERIMENTS / "README.md").read_text().partition("## Clipping")
+    table_row = re.search(rf"^\| {label} \|(.+)\|$", page_section, re.MULTILINE)[1]
     shown = []
-    for cell in cells:
+    for cell in table_row.split("|"):
         percent = cell.strip().removesuffix(" %")
         shown.append(float(percent or 0))
     assert shown == pytest.approx(mean_clipping(plan, arm), abs=tolerance)

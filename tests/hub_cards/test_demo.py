@@ -129,10 +129,12 @@ def test_the_page_then_shows_the_maps(finished_job):
     assert Image.open(attention_maps[0]["image"]).size == (336, 336)
 
 
-def sharpen_attention(model):
-    """Makes attention uneven."""
+def load_with_uneven_attention(folder):
+    """Returns the model and its processor."""
+    model, processor = demo_parts.load(folder)
     for layer in model.get_decoder().layers:
         layer.self_attn.q_proj.weight.data *= 50
+    return model, processor
 
 
 class AskedImage:
@@ -142,37 +144,51 @@ class AskedImage:
     """
 
     def __init__(self, demo_app, folder):
-        model, processor = demo_parts.load(folder)
-        sharpen_attention(model)
+        model, processor = load_with_uneven_attention(folder)
+        tokenizer = processor.tokenizer
         self.image = demo_parts.noise((16, 32))
-        self.inputs = demo_parts.prompt(processor, self.image, "what is it")
-        answer = processor.tokenizer("a cat<|im_end|>", add_special_tokens=False)["input_ids"]
-        self.input_ids = torch.cat([self.inputs["input_ids"], torch.tensor([answer])], 1)
-        self.words = processor.tokenizer.convert_ids_to_tokens(self.input_ids[0].tolist())
-        self.maps = demo_app.attention(model, processor, self.inputs, self.input_ids)
-        pixel_values = self.inputs["pixel_values"][0]
-        self.pictures = demo_app.heatmaps(self.maps, pixel_values, processor)
+        inputs = demo_parts.prompt(processor, self.image, "what is it")
+        self.pixel_values = inputs["pixel_values"]
+        answer = tokenizer("a cat<|im_end|>", add_special_tokens=False)
+        answer_ids = torch.tensor([answer["input_ids"]])
+        self.input_ids = torch.cat([inputs["input_ids"], answer_ids], 1)
+        self.words = tokenizer.convert_ids_to_tokens(self.input_ids[0].tolist())
+        self.maps = demo_app.attention(model, processor, inputs, self.input_ids)
+        self.pictures = demo_app.heatmaps(self.maps, self.pixel_values[0], processor)
         self.attentions = self.plain_attentions(folder)
 
     def plain_attentions(self, folder):
         """Returns the attention of each layer of a plain forward in float64."""
-        model, _ = demo_parts.load(folder)
-        sharpen_attention(model)
+        model, _ = load_with_uneven_attention(folder)
         with torch.no_grad():
             outputs = model.double()(
                 input_ids=self.input_ids,
-                pixel_values=self.inputs["pixel_values"].double(),
+                pixel_values=self.pixel_values.double(),
                 output_attentions=True,
             )
         return outputs.attentions
 
+    def grey_middle(self):
+        """Returns what the encoder gets, in grey and as large as a map."""
+        middle = self.image.crop((0, 8, 16, 24))
+        displayed = middle.resize((336, 336), Image.Resampling.NEAREST)
+        return np.asarray(displayed.convert("L"), float)
+
     def patch_places(self):
-        return [position for position, word in enumerate(self.words) if word == "<image>"][-4:]
+        places = []
+        for position, word in enumerate(self.words):
+            if word == "<image>":
+                places.append(position)
+        return places[-4:]
 
     def asking_places(self):
         """Returns the places of the words after the image."""
-        after_image = range(self.patch_places()[-1] + 1, len(self.words))
-        return [position for position in after_image if "<|im_" not in self.words[position]]
+        places = []
+        last_patch = self.patch_places()[-1]
+        for position in range(last_patch + 1, len(self.words)):
+            if "<|im_" not in self.words[position]:
+                places.append(position)
+        return places
 
     def expected_shares(self, layer):
         """Returns how much the words after the image look at each patch, in the mean of heads."""
@@ -208,11 +224,11 @@ def test_captions_of_maps_have_the_shares_of_the_image(asked_image):
 
 def test_the_maps_lie_where_the_patches_are(asked_image):
     """What a map adds to the grey image is brightest where the attention is."""
-    middle = asked_image.image.crop((0, 8, 16, 24))
-    grey = np.asarray(middle.resize((336, 336), 0).convert("L"), float)
+    grey_image = asked_image.grey_middle()
     for layer_number in asked_image.maps:
         picture, _ = asked_image.pictures[layer_number]
-        added_color = np.asarray(picture, float).mean(2) - 0.4 * grey
+        map_image = np.asarray(picture, float).mean(2)
+        added_color = map_image - 0.4 * grey_image
         patches = added_color.reshape(2, 168, 2, 168)
         brightness = patches.mean((1, 3)).flatten()
         expected = asked_image.expected_shares(layer_number)
