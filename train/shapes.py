@@ -64,7 +64,7 @@ def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: Exi
     base = base_model(trainer.model)
     if checkpointing is None:
         checkpointing = args.gradient_checkpointing
-    for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
+    for embeddings in base.embeddings_of_parts():
         # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
         stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if checkpointing:
