@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .errors import Console, errors_for_people, hide_notices
+from .console import Console
+from .errors import exit_on_error
+from .log_filters import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -50,9 +52,20 @@ def main(version: Annotated[bool, Option("--version", help="Show the version.")]
         raise Exit()
 
 
-def _layers(text: str) -> int | list[int]:
+def _parse_layers(text: str) -> int | list[int]:
+    """Returns the numbers of some layers, or one number if there is only one.
+
+    Raises:
+        ValueError: The text is not a list of whole numbers, separated by commas.
+    """
     layers = [int(part) for part in text.split(",")]
     return layers[0] if len(layers) == 1 else layers
+
+
+def _split_names(options: list[str] | None) -> list[str]:
+    """Returns the names in options that may be repeated, and may name several by commas."""
+    names = ",".join(options or ()).split(",")
+    return [name for name in names if name]
 
 
 @app.command()
@@ -63,13 +76,16 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Arm, Option(help="No norm; gain 1; gain aligned with text; also gradient compensation.")
+        Arm, Option(help="No norm, gain 1, gain aligned with text, or also compensated gradients.")
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
         Any,
         Option(
-            parser=_layers, metavar="N,...", show_default="-2", help="Hidden states to project."
+            parser=_parse_layers,
+            metavar="N,...",
+            show_default="-2",
+            help="Hidden states to project.",
         ),
     ] = None,
     select_strategy: Annotated[
@@ -88,7 +104,7 @@ def build(
         raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {parts}.")
     if not from_llava and not (vision and language):
         raise BadParameter("Give --vision and --language, or --from-llava.")
-    with errors_for_people():
+    with exit_on_error():
         from .assembly.build import build_checkpoint, retrofit_checkpoint
         from .train.command import next_command
 
@@ -97,9 +113,17 @@ def build(
         else:
             layer = -2 if feature_layer is None else feature_layer
             report = build_checkpoint(
-                str(vision), str(language), output, arm=arm, norm=norm, dtype=dtype, seed=seed,
-                feature_layer=layer, select_strategy=select_strategy, chat_template=chat_template,
-            )  # fmt: skip
+                str(vision),
+                str(language),
+                output,
+                arm=arm,
+                norm=norm,
+                dtype=dtype,
+                seed=seed,
+                feature_layer=layer,
+                select_strategy=select_strategy,
+                chat_template=chat_template,
+            )
     Console().print(report)
     if report.generation_marks:
         Console().print(f"Next: {next_command(output, 'build', adapters=False)}", soft_wrap=True)
@@ -111,12 +135,12 @@ def gain(
     top: Annotated[int, Option(metavar="N", min=0, help="Tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[
-        bool, Option("--critical", help="Run the model; predict the norm at which rotation drops.")
+        bool, Option("--critical", help="Run the model, and predict the norm where rotation drops.")
     ] = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Measure N_text and the gain of a model; without --critical, it fetches embeddings alone."""
-    with errors_for_people():
+    """Measure N_text and the gain of a model. Without --critical only embeddings are fetched."""
+    with exit_on_error():
         from .assembly.gain import embedding_statistics
         from .checkpoint.files import find_model
 
@@ -141,7 +165,7 @@ def train(
 ) -> None:
     """Train a checkpoint: `normalign train RECIPE.yaml [--any_option value]`.
 
-    RECIPE is a file or the name of one in the package; `--help` lists the options that most runs
+    RECIPE is a file or the name of one in the package. `--help` lists the options that most runs
     need. With --accelerate_config (ddp, fsdp2, zero2, zero3 or a file) `accelerate launch` starts
     the run, in --num_processes processes or as many as the file says.
     """
@@ -149,8 +173,8 @@ def train(
 
     if not context.args or {"-h", "--help"} & set(context.args):
         return show_help()
-    full = "The same command with --dry_run tells what fits."
-    with errors_for_people(stopped="" if accelerate_config else "Nothing was trained.", full=full):
+    full = "The same command with --dry_run says what fits."
+    with exit_on_error(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
             from .train.parsing import option_parser
 
@@ -180,14 +204,14 @@ def data(
         str | None, Option(help="Rows to read, such as relevance_min>=4,language=en.")
     ] = None,
     examples: Annotated[
-        int | None, Option(metavar="N", min=1, help="Show N rows; what is learned is marked.")
+        int | None, Option(metavar="N", min=1, help="Show N rows. What is learned is marked.")
     ] = None,
     row: Annotated[
         list[int] | None, Option(metavar="N", min=0, help="Show row N of its file, from 0.")
     ] = None,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
-    with errors_for_people():
+    with exit_on_error():
         from .data.sources.arguments import DataSource
         from .train.data_check import check_data
 
@@ -215,7 +239,7 @@ def merge(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base, a checkpoint that needs no PEFT. The norm is float32."""
-    with errors_for_people(extra="qlora"):
+    with exit_on_error(extra="qlora"):
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
         from .train.command import next_command
@@ -247,7 +271,7 @@ def export(
     base: BaseOption = None,
 ) -> None:
     """Write GGUF files for llama.cpp, Ollama and LM Studio. An adapter is merged first."""
-    with errors_for_people(extra="export"):
+    with exit_on_error(extra="export"):
         from .export.run import export_gguf
 
         report = export_gguf(
@@ -281,16 +305,26 @@ def evaluate(
     base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Evaluate a model with lm-evaluation-harness. Finished tasks are skipped the next time."""
-    with errors_for_people(extra="evaluate", stopped=AGAIN, full=FEWER):
+    with exit_on_error(extra="evaluate", stopped=AGAIN, full=FEWER):
         from .evaluation.run import evaluate as run
 
-        suites, names = ([*filter(None, ",".join(raw or ()).split(","))] for raw in (suite, tasks))
         evaluated = run(
-            model, suites=suites, tasks=names, include_path=include_path, data=data, output=output,
-            image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size,
-            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
-            base=base, base_quantization=base_quantization,
-        )  # fmt: skip
+            model,
+            suites=_split_names(suite),
+            tasks=_split_names(tasks),
+            include_path=include_path,
+            data=data,
+            output=output,
+            image_folder=image_folder,
+            columns=columns,
+            limit=limit,
+            batch_size=batch_size,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+            base=base,
+            base_quantization=base_quantization,
+        )
     Console().print(evaluated)
     Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
     raise Exit(int(bool(evaluated.failed)))
@@ -303,7 +337,7 @@ def ask(
         list[str] | None,
         Argument(
             metavar="[IMAGE]... [QUESTION]",
-            help="Image files, or a folder of them; then the question, in quotes.",
+            help="Image files, or a folder of them, then the question in quotes.",
         ),
     ] = None,
     system: Annotated[str | None, Option(help="System turn of the conversation.")] = None,
@@ -311,7 +345,7 @@ def ask(
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     output: Annotated[
-        Path | None, Option(help="File for the answers, a line of JSON each; it is resumed.")
+        Path | None, Option(help="File for the answers, a line of JSON each. It is resumed.")
     ] = None,
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens in an answer.")] = 128,
     batch_size: BatchOption = 1,
@@ -321,9 +355,9 @@ def ask(
     base: BaseOption = None,
     base_quantization: BaseQuantizationOption = None,
 ) -> None:
-    """Ask a model about images. Without a question, talk with it: it reads lines, and answers."""
+    """Ask a model about images. Without a question, it reads and answers one line after another."""
     stopped = AGAIN if output else ""
-    with errors_for_people(extra="qlora", stopped=stopped, full=FEWER):
+    with exit_on_error(extra="qlora", stopped=stopped, full=FEWER):
         from .evaluation.ask import AskOptions, ask as run
 
         options = AskOptions(system, max_new_tokens, batch_size, output)
@@ -348,7 +382,7 @@ def compare(
     output: Annotated[Path, Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
-    with errors_for_people(extra="evaluate"):
+    with exit_on_error(extra="evaluate"):
         from .checkpoint.files import write_json
         from .evaluation.compare import compare_models, read_scores
 
@@ -373,7 +407,7 @@ def diagnose(
         Option(help="Report folder.", show_default="MODEL/diagnostics or diagnostics/HUB_ID"),
     ] = None,
     batch_size: BatchOption = 8,
-    seed: Annotated[int, Option(help="Seed by which the questions are drawn.")] = 0,
+    seed: Annotated[int, Option(help="Seed that the questions are drawn with.")] = 0,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
@@ -381,26 +415,38 @@ def diagnose(
     base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Report norms, rotation and attention of any vision-language model, as the paper does."""
-    with errors_for_people(extra="qlora", stopped="Nothing was written.", full=FEWER):
+    with exit_on_error(extra="qlora", stopped="Nothing was written.", full=FEWER):
         from .diagnose.run import diagnose as measure
 
         diagnosis = measure(
-            model, against=against, data=data, image_folder=image_folder, columns=columns,
-            samples=samples, output=output, batch_size=batch_size, seed=seed, dtype=dtype,
-            load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
-            base=base, base_quantization=base_quantization,
-        )  # fmt: skip
+            model,
+            against=against,
+            data=data,
+            image_folder=image_folder,
+            columns=columns,
+            samples=samples,
+            output=output,
+            batch_size=batch_size,
+            seed=seed,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+            base=base,
+            base_quantization=base_quantization,
+        )
     Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
 
 
 @app.command()
 def quickstart(
     output: Annotated[Path, Option(help="Folder for everything.")] = Path("outputs/quickstart"),
-    full_baseline: Annotated[bool, Option("--full-baseline", help="Also train arm none.")] = False,
+    full_baseline: Annotated[
+        bool, Option("--full-baseline", help="Also train a baseline without the norm.")
+    ] = False,
     seed: Annotated[int, Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
-    """Fetch parts and data; build, train, evaluate and diagnose a small model: minutes on a CPU."""
-    with errors_for_people(extra="quickstart", stopped=AGAIN):
+    """Fetch parts and data, then build, train and measure a small model: minutes on a CPU."""
+    with exit_on_error(extra="quickstart", stopped=AGAIN):
         from .quickstart.run import Settings, run_quickstart
 
         run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
@@ -412,8 +458,8 @@ def card(
     repo_id: Annotated[str | None, Option(help="Repository in the card's code: user/name.")] = None,
     replace: Annotated[bool, Option("--replace", help="Overwrite your own README.md.")] = False,
 ) -> None:
-    """Write the card, README.md, from the checkpoint's records; text between its marks is kept."""
-    with errors_for_people():
+    """Write the card, README.md, from the checkpoint's records. Text between its marks is kept."""
+    with exit_on_error():
         from .hub_cards.card.write import write_card
 
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
@@ -428,7 +474,7 @@ def publish(
     private: Annotated[
         bool | None, Option("--private/--public", help="Visibility of a new repository.")
     ] = None,
-    revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
+    revision: Annotated[str, Option(help="Branch. It is made if it does not exist.")] = "main",
     create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request.")] = False,
     space: Annotated[bool, Option("--space", help="Add a demo, the Space REPO_ID-demo.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter unmerged.")] = False,
@@ -439,23 +485,34 @@ def publish(
         bool, Option("--replace-files", help="Overwrite or remove files of others on the Hub.")
     ] = False,
     no_verify: Annotated[
-        bool, Option("--no-verify", help="Load it neither before nor after.")
+        bool, Option("--no-verify", help="Do not load it before and after.")
     ] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Only check, and show what would be sent.")
+    ] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""
     console = Console()
     stopped = "The branch is unchanged or complete. Run it again: it sends the rest, and verifies."
-    with errors_for_people(stopped=stopped):
+    with exit_on_error(stopped=stopped):
         from .hub_cards.push.publish import publish as send, summary
 
         publication = send(
-            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr,
-            space=space, as_adapter=adapter, base=base, base_quantization=base_quantization,
-            replace_card=replace_card, dry_run=dry_run,
-            check_loading=not no_verify, replace_files=replace_files,
+            checkpoint,
+            repo_id,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            space=space,
+            as_adapter=adapter,
+            base=base,
+            base_quantization=base_quantization,
+            replace_card=replace_card,
+            dry_run=dry_run,
+            check_loading=not no_verify,
+            replace_files=replace_files,
             notify=lambda text: console.print(text, soft_wrap=True),
-        )  # fmt: skip
+        )
     console.print(summary(publication), soft_wrap=True)
 
 
@@ -466,7 +523,7 @@ def demo(
     port: Annotated[int | None, Option(help="Port.", show_default="first free from 7860")] = None,
 ) -> None:
     """Ask a checkpoint about images in the browser, and see where it looks."""
-    with errors_for_people(extra="demo"):
+    with exit_on_error(extra="demo"):
         from .hub_cards.demo import run_demo
 
         run_demo(checkpoint, host=host, port=port)

@@ -3,7 +3,7 @@
 # `normalign publish` sends the package's, byte for byte. If you review it: both import torch,
 # transformers (DeepSpeed if ZeRO-3 already runs), and of the standard library what only holds or
 # copies things. They open no file or connection, start no process, read no environment variable
-# and evaluate no text. On import they register names with transformers; the rest is the model.
+# and evaluate no text. On import they register names with transformers. The rest is the model.
 """Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector."""
 
 from typing import ClassVar, Literal, get_args
@@ -19,18 +19,21 @@ class NormAlignLlavaConfig(LlavaConfig):
     """[`LlavaConfig`] with a norm after the projector (https://huggingface.co/papers/2512.08374).
 
     Args:
-        projector_norm: kind of norm after the projector; `"none"` is the plain LLaVA projector.
+        projector_norm: kind of norm after the projector. `"none"` is the plain LLaVA projector.
         projector_gain_init: start of the gain. `"text_norm"` gives visual tokens the mean norm of
-            text embeddings: N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
+            text embeddings: N_text / sqrt(d) (eq. 11). `"one"` is the paper's ablation.
         gradient_compensation: `"global"` divides the gradient at the normalised tokens by the mean
-            |gain| (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
+            |gain| (Global Weight Compensation, eq. 12). `"none"` is a plain norm.
         gain_floor: smallest mean |gain| that the compensation divides by.
         projector_norm_eps: epsilon of the norm.
-        text_embedding_norm: N_text, mean norm of text entering the decoder; `None` until measured.
+        text_embedding_norm: N_text, mean norm of text entering the decoder. `None` until measured.
         vision_prefix_tokens: tokens before the encoder's patches (class token, registers) that
-            `vision_feature_select_strategy="default"` leaves out; LLaVA leaves out 1.
+            `vision_feature_select_strategy="default"` leaves out. LLaVA leaves out 1.
 
-    The other arguments are [`LlavaConfig`]'s. Raises ValueError on a value that is not allowed.
+    The other arguments are [`LlavaConfig`]'s.
+
+    Raises:
+        ValueError: If a value is not allowed.
     """
 
     model_type = "normalign_llava"
@@ -78,13 +81,13 @@ class NormAlignLlavaConfig(LlavaConfig):
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
-    """Returns factors on embeddings on their way into a language model's decoder.
+    """Returns the factors that a language model applies to embeddings before its decoder.
 
-    A row enters the decoder with its norm times both.
+    A row of the embeddings enters the decoder with its norm times both.
 
     Returns:
-        The factor on tokens where they are looked up, so only on text (MiniCPM3), and the factor on
-        every input embedding, visual tokens too (HRM).
+        The factor where tokens are looked up, so only on text (MiniCPM3), and the factor on every
+        input embedding, visual tokens too (HRM).
     """
     root = config.hidden_size**0.5
     kind = config.model_type

@@ -6,7 +6,7 @@ Equations: https://huggingface.co/papers/2512.08374. Compare with transformers' 
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
@@ -39,8 +39,8 @@ def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
 class _CompensatedLayerNorm(torch.autograd.Function):
     # The gradient at x is linear in the gain, so with gain / s it comes out divided by s. The
     # gradients at gain and bias do not depend on the gain. So one fused kernel gives all three.
-    # The caller casts the outputs: if torch 2.11 compiles a cast in here that changes nothing, the
-    # gradients are 0.
+    # The caller casts the outputs. Here, torch 2.11 would compile a cast that changes nothing to
+    # gradients of 0.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -131,11 +131,10 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
 
     Forward of `x` `(..., d)`: `gain * (x - mean) / sqrt(var + eps) + bias`, bit for bit torch's.
     Backward (eqs. 12, 24-26): only the gradient at the normalised `x` is divided, by
-    `max(mean |gain|, gain_floor)`, unless `compensate=False`. That is so only in training: in
-    evaluation mode gradients are true, for saliency and attribution. In a model, training means
-    that the model is in training mode, or its vision tower or projector, or a module of theirs.
-    Gain and bias are float32, since a gain of 0.0134 in bfloat16 moves in steps of 6e-5. The result
-    has the dtype of `x`.
+    `max(mean |gain|, gain_floor)`, unless `compensate=False`. In evaluation mode gradients are
+    true, for saliency and attribution. A model trains if it is in training mode, or if a module of
+    its vision tower or projector is. Gain and bias are float32, since a gain of 0.0134 in bfloat16
+    moves in steps of 6e-5. The result has the dtype of `x`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,8 +164,8 @@ class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
 
 
 @contextmanager
-def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Gives whole tensors in place of shards (DTensor, ZeRO-3); all ranks must call this."""
+def gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yields whole tensors in place of shards (DTensor, ZeRO-3). All ranks must call this."""
     if is_deepspeed_zero3_enabled():
         # An `import` statement would make deepspeed a requirement of every checkpoint's code.
         deepspeed = import_module("deepspeed")
@@ -187,7 +186,7 @@ def embedding_row_norms(weight: Tensor) -> Tensor:
     Rows are widened in chunks. A sharded matrix (DTensor, DeepSpeed ZeRO-3) is gathered, so all
     ranks must call this. Raises ValueError on a meta or quantized matrix.
     """
-    with _gathered(weight) as (matrix,):
+    with gathered(weight) as (matrix,):
         if matrix.is_meta or not matrix.is_floating_point() or matrix.itemsize < 2:
             state = "on meta or on disk" if matrix.is_meta else f"quantized ({matrix.dtype})"
             raise ValueError(f"The embedding matrix is {state}. Load it in full precision.")
@@ -223,9 +222,9 @@ def mean_embedding_norm(weight_or_norms: Tensor, exclude_rows: Iterable[int] = (
 
 
 def rows_of_token(norms: Tensor, token_id: int) -> list[int]:
-    """Returns the rows with the norm that a token's row has, by the norms `(V,)` of all rows.
+    """Returns the rows that have the norm of a token's row, by the norms `(V,)` of all rows.
 
-    Padding of the vocabulary repeats the image token's row, up to a sign, and so has its norm.
+    Padding of the vocabulary repeats the image token's row up to a sign, and so has its norm.
     """
     if not 0 <= token_id < len(norms):
         return []
@@ -271,7 +270,7 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
 
 
 class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
-    """What both models add to LLaVA's: aligning the gain, loading and saving without losses."""
+    """The base of both models: aligning the gain, loading and saving without losses."""
 
     config: NormAlignLlavaConfig
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
@@ -282,27 +281,30 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return self.base_model.language_model.dtype
 
     def measure_text_embedding_norm(self) -> float:
-        """Returns N_text, the mean norm of text entering the decoder (eq. 11); changes nothing."""
+        """Returns N_text, the mean norm of text entering the decoder (eq. 11).
+
+        Raises ValueError as [`mean_embedding_norm`] does.
+        """
         norms = embedding_row_norms(self.get_input_embeddings().weight)
         mean = mean_embedding_norm(norms, rows_of_token(norms, self.config.image_token_id))
         scale_text, scale_all = embedding_scales(self.config.text_config)
         return mean * scale_text * scale_all
 
     def align_projector_norm(self) -> float:
-        """Sets the gain to N_text / sqrt(d) (eq. 11) and the bias to 0; returns N_text.
+        """Sets the gain to N_text / sqrt(d) (eq. 11) and the bias to 0. Returns N_text.
 
         The configuration's `text_embedding_norm` is set to N_text. With `projector_gain_init="one"`
-        the gain is 1. A factor on all input embeddings (Granite) divides the gain. Raises
-        ValueError without a norm, or as [`mean_embedding_norm`] does.
+        the gain is 1. A factor on all input embeddings (Granite) divides the gain.
+
+        Raises:
+            ValueError: If the model has no norm, or as [`mean_embedding_norm`] does.
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
-            raise ValueError('There is no norm to align: this model has projector_norm="none".')
+            raise ValueError('This model has projector_norm="none": it has no norm to align.')
         n_text = self.measure_text_embedding_norm()
-        gain = initial_gain(self.config, n_text)
-        with torch.no_grad(), _gathered(*norm.parameters()):
-            for name, parameter in norm.named_parameters():
-                parameter.fill_(gain if name == "weight" else 0.0)
+        with gathered(*norm.parameters()):
+            _fill_norm(norm, initial_gain(self.config, n_text))
         self.config.text_embedding_norm = n_text
         return n_text
 
@@ -314,9 +316,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             self.base_model.language_model._initialize_weights(self.get_input_embeddings())
             n_text = self.measure_text_embedding_norm()
             self.config.text_embedding_norm = n_text
-            gain = initial_gain(self.config, n_text)
-            for name, parameter in module.named_parameters():
-                nn.init.constant_(parameter, gain if name == "weight" else 0.0)
+            _fill_norm(module, initial_gain(self.config, n_text))
 
     def initialize_weights(self):
         # In custom code, transformers skips modules without parameters of their own. One is CLIP's
@@ -328,14 +328,17 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """[`~transformers.PreTrainedModel.from_pretrained`]; a LLaVA gets an aligned norm.
+        """Loads a checkpoint as transformers does. A LLaVA gets an aligned norm.
 
         bitsandbytes quantizes only the decoder's layers, unless `llm_int8_skip_modules` is set.
-        Raises ValueError for missing tensors but the norm's, unless `output_loading_info` is set.
+
+        Raises:
+            ValueError: If other tensors than the norm's are missing and `output_loading_info` is
+                not set.
         """
         path = pretrained_model_name_or_path
         if "quantization_config" in kwargs:
-            kwargs["quantization_config"] = _of_decoder_layers(kwargs["quantization_config"])
+            kwargs["quantization_config"] = decoder_quantization(kwargs["quantization_config"])
         kwargs.setdefault("key_mapping", cls._llava_names)
         returns_report = kwargs.pop("output_loading_info", False)
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
@@ -347,8 +350,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             model.config.name_or_path = ""
             if not returns_report:
                 logger.warning(
-                    f"This norm is not that of {path}, so the name is dropped: a reference or an "
-                    "adapter's base loaded by it would differ. Save this model, and load that."
+                    f"The norm was not loaded from {path}, so name_or_path was cleared: a "
+                    "reference or an adapter's base loaded by it would differ. Save this model, "
+                    "and load that."
                 )
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":  # AVX512 would repack the weight for good
@@ -361,7 +365,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         if missing:
             raise ValueError(
                 f"{path} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing)}. "
-                "Load a complete checkpoint, or the class that it was saved from."
+                "Load a complete checkpoint, or the class that was saved."
             )
 
     def enable_input_require_grads(self):
@@ -389,10 +393,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs
     ):
         """[`~transformers.PreTrainedModel.save_pretrained`] under own names, norm in float32."""
-        tensors = dict(self.state_dict() if state_dict is None else state_dict)
-        for name in tensors:
-            if _is_of_norm(name):
-                tensors[name] = tensors[name].float()
+        tensors = stored_tensors(self, state_dict)
         text_config = self.config.text_config
         text_config.dtype = self.dtype  # both parts are loaded in it
         self.config.vision_config.dtype = self.dtype
@@ -401,18 +402,35 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             is_tied = head.weight is self.get_input_embeddings().weight
             self.config.tie_word_embeddings = is_tied
             text_config.tie_word_embeddings = is_tied
-            if is_tied:  # FSDP2 gathers both tensors
-                tensors.pop("lm_head.weight", None)
         kwargs.setdefault("save_original_format", False)  # True: the older names of a loaded LLaVA
         return super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)
+
+
+def stored_tensors(
+    model: NormAlignLlavaPreTrainedModel, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Returns the tensors that `save_pretrained` stores: the norm in float32, tied weights once."""
+    tensors = dict(model.state_dict() if state_dict is None else state_dict)
+    for name in tensors:
+        if _is_of_norm(name):
+            tensors[name] = tensors[name].float()
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        tensors.pop("lm_head.weight", None)  # FSDP2 gathers both tensors
+    return tensors
+
+
+def _fill_norm(norm: nn.Module, gain: float) -> None:
+    for name, parameter in norm.named_parameters():
+        nn.init.constant_(parameter, gain if name == "weight" else 0.0)
 
 
 def _is_of_norm(name: str) -> bool:
     return "projector.norm." in name
 
 
-def _of_decoder_layers(settings):
-    """Returns settings of a quantization for the decoder's layers, if bitsandbytes quantizes."""
+def decoder_quantization(settings):
+    """Returns settings of a quantization. bitsandbytes' are limited to the decoder's layers."""
     if isinstance(settings, dict):
         settings = AutoQuantizationConfig.from_dict(settings)
     if isinstance(settings, BitsAndBytesConfig) and settings.llm_int8_skip_modules is None:
@@ -465,8 +483,7 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
         return self.config.vision_prefix_tokens - 1
 
 
-_ARGUMENTS = [*signature(llava.LlavaForConditionalGeneration.forward).parameters]
-_LABELS = _ARGUMENTS.index("labels") - 1  # without self
+_ARGUMENTS = [*signature(llava.LlavaForConditionalGeneration.forward).parameters][1:]  # not self
 
 
 class NormAlignLlavaForConditionalGeneration(
@@ -496,11 +513,10 @@ class NormAlignLlavaForConditionalGeneration(
 
     @can_return_tuple
     @wraps(llava.LlavaForConditionalGeneration.forward)
-    def forward(self, *args, labels=None, **kwargs):
-        if len(args) > _LABELS:  # or the loss would be of logits that are not scaled yet
-            labels = args[_LABELS]
-            args = (*args[:_LABELS], None, *args[_LABELS + 1 :])
-        outputs = super().forward(*args, return_dict=True, **kwargs)
+    def forward(self, *args, **kwargs):
+        kwargs |= zip(_ARGUMENTS, args, strict=False)
+        labels = kwargs.pop("labels", None)  # LLaVA's loss would be of logits that are not scaled
+        outputs = super().forward(return_dict=True, **kwargs)
         text_config = self.config.text_config
         outputs.logits = _scaled_logits(outputs.logits, text_config)
         if labels is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building checkpoints from two parts or a LLaVA checkpoint; merging adapters into their bases."""
+"""Building checkpoints from two parts or a LLaVA checkpoint, and merging adapters into bases."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens adapters: finds the base, and checks that both fit before anything is loaded."""
+"""Opens adapters: finds the base, and checks that both fit before weights are loaded."""
 
 import copy
 import warnings
@@ -20,15 +20,34 @@ from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, c
 from ..checkpoint.opening import Checkpoint, open_checkpoint, read_record
 from ..checkpoint.precision import NF4, dtype_to_load
 from ..checkpoint.prompts import stop_as_trained
-from ..checkpoint.untrusted import check_files, json_object, loading
+from ..checkpoint.untrusted import check_files, json_object, refuse_unreadable
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import check_installed
+from ..extras import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .processing import ARM_FIELDS, settle
 
 
-IN_PRECISION = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
-"""Modules that bitsandbytes does not quantize, unless `llm_int8_skip_modules` is set."""
+LORA_SETTINGS = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "task_type",
+    "layers_to_transform",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "init_lora_weights",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "runtime_config",
+}
+"""Fields of a `LoraConfig` that training accepts and merging keeps."""
 
 BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -36,7 +55,7 @@ BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "nf4-double": NF4,
     "int8": {"load_in_8bit": True},
 }
-"""bitsandbytes' settings by names of `--base-quantization`; `double` quantizes constants too."""
+"""bitsandbytes' settings by names of `--base-quantization`. `double` quantizes constants too."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ class Adapter:
         base: The base's checkpoint.
         config: The base's configuration, with the arm that was trained.
         quantization: bitsandbytes' settings that quantized the base, or None.
-        dtype: The dtype that training loaded, before quantization; None if it is not known.
+        dtype: The dtype that training loaded, before quantization. None if it is not known.
         realigned: Whether training aligned the base's norm again, since it changed the arm.
         processor: The adapter's processor.
     """
@@ -65,13 +84,13 @@ class Adapter:
 
     @property
     def processors(self) -> list[LlavaProcessor]:
-        """The base's processor, if it has one, and the adapter's: answers end as both end them."""
+        """The base's processor, if it has one, and the adapter's. Both say how answers end."""
         with suppress(OSError, ValueError):
             return [self.base.processor, self.processor]
         return [self.processor]
 
-    def on_meta(self) -> tuple[PeftModel, dict[str, str]]:
-        """Puts the base on meta, without weights, and on it the adapter, with its weights.
+    def load_on_meta(self) -> tuple[PeftModel, dict[str, str]]:
+        """Loads the adapter's weights onto a base without weights, on meta.
 
         Returns:
             The model, and the names of tensors in it by their names in the adapter's file.
@@ -79,23 +98,27 @@ class Adapter:
         Raises:
             ValueError: If the file has two values for one of them.
         """
-        with loading(f"The adapter {self.folder}"):
+        with refuse_unreadable(f"The adapter {self.folder}"):
             adapted = put_on_meta(on_meta(self.config), self.peft_config)
             tensors = load_file(self.folder / ADAPTER_WEIGHTS)
-            all_places = _places_of_saved(adapted, tensors)
-            places = {name: all_places[name] for name in tensors}
+            places = _places_of_saved(adapted, tensors)
             values: dict[str, Tensor] = {}
             for name, value in tensors.items():
                 place = places[name]
                 if place in values and not torch.equal(values[place], value):
-                    fault = f"{self.folder} has two values for {place}, one of them {name}"
-                    raise ValueError(f"{fault}. Save the adapter again with its model.")
+                    raise ValueError(
+                        f"{self.folder} has two values for {place}, one of them {name}. Save the "
+                        "adapter again with its model."
+                    )
                 values[place] = value
             adapted.load_state_dict(values, strict=False, assign=True)
         return adapted, places
 
     def load(self) -> PeftModel:
-        """Loads the base as in training and the adapter on it, on a GPU if any, in eval mode."""
+        """Loads the base as in training and the adapter on it, on a GPU if any, in eval mode.
+
+        Raises ValueError if files are damaged, and OSError if the Hub cannot be reached.
+        """
         dtype = self.dtype or dtype_to_load("auto", self.config, self.base.weight_bytes)
         model = self.base.load(
             dtype=dtype,
@@ -108,59 +131,79 @@ class Adapter:
         for processor in self.processors:
             stop_as_trained(model, processor)
         device = str(model.device)
-        with loading(f"The adapter {self.folder}"):
+        with refuse_unreadable(f"The adapter {self.folder}"):
             adapted = PeftModel.from_pretrained(model, self.folder, torch_device=device)
         return adapted.eval()
 
 
 def read_peft_config(adapter: Path) -> LoraConfig:
-    """Reads the configuration of a LoRA adapter; raises ValueError if it is another adapter."""
+    """Reads the configuration of a LoRA adapter.
+
+    Raises:
+        ValueError: If the folder does not hold an adapter, or one that cannot be merged.
+    """
     check_adapter(adapter)
     check_files(adapter)
-    with loading(f"The configuration of the adapter {adapter}"):
+    with refuse_unreadable(f"The configuration of the adapter {adapter}"):
         peft_config = PeftConfig.from_pretrained(adapter)
     kind = peft_config.peft_type
     if kind != PeftType.LORA:
         raise ValueError(f"{adapter} is a {kind} adapter. Only LoRA, DoRA and rsLoRA are merged.")
     method = str(peft_config.init_lora_weights)
     if method.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
-        remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
-        fault = f"{adapter} was trained with init_lora_weights {method!r}, which changes the base"
-        raise ValueError(f"{fault}. {remedy}")
+        raise ValueError(
+            f"{adapter} was trained with init_lora_weights {method!r}. That changes the base. Save "
+            "it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
+        )
     return peft_config
 
 
 def open_adapter(
     adapter: Path, base: str | None = None, base_quantization: str | None = None
 ) -> Adapter:
-    """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
+    """Finds an adapter's base and checks that both fit. Loads no weights.
+
+    Args:
+        adapter: The adapter's folder.
+        base: The base's folder or Hub id, if the one that the adapter names is gone.
+        base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`. It
+            takes precedence over the adapter's record.
+
+    Raises:
+        ValueError: If the adapter or its base cannot be read, if they do not fit, or if the base's
+            quantization in training is not known.
+        ImportError: If bitsandbytes is missing.
+        OSError: If the Hub cannot be reached.
+    """
     peft_config = read_peft_config(adapter)
-    training = _training_settings(adapter, base_quantization)
-    if training.quantization:
+    record = _read_training_record(adapter)
+    quantization = _require_quantization(adapter, record, base_quantization)
+    if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     opened = _open_base(adapter, peft_config, base)
     config = opened.read_config(NormAlignLlavaConfig)
     norm_before = (config.projector_norm, config.projector_gain_init)
-    for name, value in training.config_changes.items():
-        setattr(config, name, value)
+    for name, value in record.get("config_changes", {}).items():
+        if name in ARM_FIELDS:
+            setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, opened.name)
     is_changed = norm_before != (config.projector_norm, config.projector_gain_init)
-    processor = _processor(adapter, opened)
+    processor = _load_processor(adapter, opened)
     settle(processor)
     return Adapter(
         folder=adapter,
         peft_config=peft_config,
         base=opened,
         config=config,
-        quantization=training.quantization,
-        dtype=training.dtype,
+        quantization=quantization,
+        dtype=_dtype_in_training(record, quantization),
         realigned=is_changed and config.projector_norm != "none",
         processor=processor,
     )
 
 
 def _open_base(adapter: Path, peft_config: LoraConfig, base: str | None) -> Checkpoint:
-    """Opens `base`, or the base that an adapter names; raises ValueError if it is another one's."""
+    """Opens `base`, or the base that an adapter names. Raises ValueError if it does not fit."""
     named_base = peft_config.base_model_name_or_path
     base = base or named_base
     if not base:
@@ -175,15 +218,17 @@ def _open_base(adapter: Path, peft_config: LoraConfig, base: str | None) -> Chec
     if adapter_record:
         base_record = read_record(opened.name, BUILD_RECORD, opened.revision)
         if base_record and base_record != adapter_record:
-            misfit = f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs"
-            raise ValueError(f"{misfit}. Give the right --base.")
+            raise ValueError(
+                f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs. Give the right "
+                "--base."
+            )
     return opened
 
 
-def _processor(adapter: Path, base: Checkpoint) -> LlavaProcessor:
-    """Returns the adapter's processor, or the base's with the adapter's tokenizer, if it has one.
+def _load_processor(adapter: Path, base: Checkpoint) -> LlavaProcessor:
+    """Loads the adapter's processor, or the base's with the adapter's tokenizer, if it has one.
 
-    A tokenizer without the base's image token cannot be the one of training, and is not used.
+    A tokenizer without the base's image token was not the one of training, and is not used.
     """
     saved = Checkpoint(str(adapter), None, {})
     if (adapter / "processor_config.json").exists():
@@ -207,7 +252,7 @@ def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGenerat
 
 
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
-    """Puts an adapter on a model on meta, without values that are computed from weights."""
+    """Puts an adapter on a model on meta. Initial values that need weights are left out."""
     config = copy.deepcopy(config)
     config.init_lora_weights = False
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # PEFT repeats them
@@ -217,13 +262,13 @@ def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfi
 def _check_tensors(
     adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str
 ) -> None:
-    """Raises ValueError if names or shapes do not fit the base; PEFT only warns, or ignores it."""
-    with loading(f"The model {base}"):
+    """Raises ValueError if names or shapes do not fit the base. PEFT only warns, or ignores it."""
+    with refuse_unreadable(f"The model {base}"):
         model = on_meta(config)
-    with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
+    with refuse_unreadable(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
     weights_path = adapter / ADAPTER_WEIGHTS
-    with loading(f"{weights_path}"), safe_open(weights_path, "pt") as file:
+    with refuse_unreadable(f"{weights_path}"), safe_open(weights_path, "pt") as file:
         stored_shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     tensors = adapted.state_dict()
     expected_shapes = {}
@@ -231,15 +276,17 @@ def _check_tensors(
         expected_shapes[name] = list(tensors[place].shape)
     for name in sorted(expected_shapes | stored_shapes):
         if stored_shapes.get(name) != expected_shapes.get(name):
-            shapes = f"shape {stored_shapes.get(name)}, on the base {expected_shapes.get(name)}"
-            fault = f"{adapter} does not fit the base {base}: {name} has {shapes}"
-            raise ValueError(f"{fault}. Give the right --base.")
+            raise ValueError(
+                f"{adapter} does not fit the base {base}: {name} has shape "
+                f"{stored_shapes.get(name)}, on the base {expected_shapes.get(name)}. Give the "
+                "right --base."
+            )
 
 
 def _places_of_saved(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
     """Returns names of tensors in an adapted model, by the names under which PEFT saves them.
 
-    Embeddings with an adapter may be saved whole besides; these are named if they are `stored`.
+    PEFT may also save the whole embeddings that an adapter changes. They count if `stored`.
     """
     tensors = adapted.state_dict()
     names_in_model = {id(tensor): name for name, tensor in tensors.items()}
@@ -252,37 +299,36 @@ def _places_of_saved(adapted: PeftModel, stored: Collection[str]) -> dict[str, s
     return places
 
 
-@dataclass(frozen=True)
-class _TrainingSettings:
-    """How training loaded the base: see [`Adapter`] for quantization and dtype."""
-
-    quantization: dict[str, Any] | None
-    dtype: str | None
-    config_changes: dict[str, Any]
-
-
-def _training_settings(adapter: Path, base_quantization: str | None) -> _TrainingSettings:
-    """Reads how training loaded the base; `base_quantization` takes precedence.
-
-    Raises ValueError if neither it nor the adapter's record says how the base was quantized.
-    """
+def _read_training_record(adapter: Path) -> dict[str, Any]:
+    """Reads the record of an adapter's training. It is empty if there is none."""
     record_path = adapter / TRAINING_RECORD
-    record = {}
-    if record_path.is_file():
-        record = json_object(record_path.read_bytes(), str(record_path))
-    quantization = record.get("quantization")
+    if not record_path.is_file():
+        return {}
+    return json_object(record_path.read_bytes(), str(record_path))
+
+
+def _require_quantization(
+    adapter: Path, record: dict[str, Any], base_quantization: str | None
+) -> dict[str, Any] | None:
+    """Returns bitsandbytes' settings for the base in training. `base_quantization` is one's name.
+
+    Raises ValueError if neither it nor the record says how the base was quantized.
+    """
     if base_quantization in BASE_QUANTIZATIONS:
-        quantization = BASE_QUANTIZATIONS[base_quantization]
-    elif base_quantization or "quantization" not in record:
-        unknown = f"How the base of {adapter} was quantized in training is not known"
-        raise ValueError(f"{unknown}. Give --base-quantization {'|'.join(BASE_QUANTIZATIONS)}.")
-    dtype = None
-    if quantization:
-        dtype = record.get("options", {}).get("dtype")
-        if dtype not in ("bfloat16", "float16", "float32"):
-            dtype = quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it
-    config_changes = {}
-    for name, value in record.get("config_changes", {}).items():
-        if name in ARM_FIELDS:
-            config_changes[name] = value
-    return _TrainingSettings(quantization, dtype, config_changes)
+        return BASE_QUANTIZATIONS[base_quantization]
+    if base_quantization or "quantization" not in record:
+        raise ValueError(
+            f"How the base of {adapter} was quantized in training is not known. Give "
+            f"--base-quantization {'|'.join(BASE_QUANTIZATIONS)}."
+        )
+    return record["quantization"]
+
+
+def _dtype_in_training(record: dict[str, Any], quantization: dict[str, Any] | None) -> str | None:
+    """Returns the dtype that training loaded before quantization, or None if it is not known."""
+    if not quantization:
+        return None
+    dtype = record.get("options", {}).get("dtype")
+    if dtype in ("bfloat16", "float16", "float32"):
+        return dtype
+    return quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of an adapter's base as in training: read one at a time, quantized, dequantized."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,45 +13,37 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import torch_dtype
-from ..checkpoint.untrusted import AGAIN, check_weights
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import IN_PRECISION, Adapter, on_meta
+from ..checkpoint.untrusted import AGAIN, fetch_checked_weights
+from ..modeling_normalign_llava import (
+    NormAlignLlavaForConditionalGeneration,
+    decoder_quantization,
+)
+from .adapter import Adapter, on_meta
 
 
 NORM = "model.multi_modal_projector.norm."
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of an open safetensors file; `name` is its name in that file."""
-
-    file: Any
-    name: str
-
-    def read(self) -> Tensor:
-        return self.file.get_tensor(self.name)
-
-    def shape(self) -> list[int]:
-        return self.file.get_slice(self.name).get_shape()
+# Slices of open safetensors files by the names of tensors in the model. `[...]` reads one.
+Slices = dict[str, Any]
 
 
 class BaseTensors:
-    """The base's tensors as training had them, each read from its file when asked for.
+    """The base's tensors as training had them. Each is read from its file when asked for.
 
-    Two settings of the adapter's configuration are corrected on the way, as loading the base does:
-    `tie_word_embeddings`, if the files have embeddings and head apart, and `text_embedding_norm`,
-    if the norm is aligned here.
+    Two settings of the adapter's configuration are corrected, as loading the base does:
+    `tie_word_embeddings` if files have different embeddings and head, and `text_embedding_norm` if
+    the norm is aligned here.
 
     Args:
         adapter: An adapter that [`open_adapter`] opened.
 
     Raises:
-        ValueError: If tensors of the base are missing, or have other shapes than config.json says.
+        ValueError: If tensors of the base are missing, damaged, or have other shapes than
+            config.json says.
     """
 
     def __init__(self, adapter: Adapter):
         model = on_meta(adapter.config)
-        self._stored = _with_tied_names(_find_tensors(adapter.base, model), model)
+        self._stored = _with_tied_names(_open_tensors(adapter.base, model), model)
         if _differ_though_tied(self._stored, model):
             for config in (adapter.config, adapter.config.text_config):
                 config.tie_word_embeddings = False
@@ -63,7 +53,7 @@ class BaseTensors:
         # The weights were quantized from the dtype that training loaded.
         dtype = adapter.dtype or adapter.config.dtype
         if not dtype:
-            dtype = next(iter(self._stored.values())).read().dtype
+            dtype = next(iter(self._stored.values()))[...].dtype
         self.dtype = torch_dtype(dtype)
 
         parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -76,60 +66,61 @@ class BaseTensors:
             self._aligned_norm = _align_norm(model, embeddings)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor in `dtype`; what was quantized, the norm and buffers in float32 or as stored."""
+        """Reads a tensor in `dtype`.
+
+        Tensors that were quantized and an aligned norm are in float32. A norm that is not aligned
+        and buffers are as stored.
+        """
         if name in self._aligned_norm:
             return self._aligned_norm[name]
-        value = self._stored[name].read()
+        value = self._stored[name][...]
         if name in self._in_training_dtype and value.is_floating_point():
             value = value.to(self.dtype)
         if name in self._quantized_layers:
             value = _quantize_and_dequantize(value, self._quantized_layers[name])
         return value
 
-    def has_as_stored(self, prefix: str) -> bool:
-        """Whether training had all tensors of these names as files have them, but for the dtype."""
-        return not any(name.startswith(prefix) for name in self._quantized_layers)
+    def has_quantized(self, prefix: str) -> bool:
+        """Whether training quantized a tensor with this prefix."""
+        return any(name.startswith(prefix) for name in self._quantized_layers)
 
 
-def _find_tensors(
-    base: Checkpoint, model: NormAlignLlavaForConditionalGeneration
-) -> dict[str, StoredTensor]:
-    """Opens the base's files; returns their tensors by their names in the model."""
+def _open_tensors(base: Checkpoint, model: NormAlignLlavaForConditionalGeneration) -> Slices:
+    """Opens the base's files, and returns their tensors by their names in the model."""
     stored_tensors = {}
     renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
-    for weights_path in check_weights(base.name, base.revision):
+    for weights_path in fetch_checked_weights(base.name, base.revision):
         weights_file = safe_open(weights_path, "pt")
         for stored_name in weights_file.keys():  # noqa: SIM118
             model_name = stored_name
             for renaming in renamings:  # an older LLaVA has other names
                 model_name, _ = renaming.rename_source_key(model_name)
-            stored_tensors[model_name] = StoredTensor(weights_file, stored_name)
+            stored_tensors[model_name] = weights_file.get_slice(stored_name)
     return stored_tensors
 
 
 def _with_tied_names(
-    stored_tensors: Mapping[str, StoredTensor], model: NormAlignLlavaForConditionalGeneration
-) -> dict[str, StoredTensor]:
+    stored_tensors: Slices, model: NormAlignLlavaForConditionalGeneration
+) -> Slices:
     """Returns the tensors by both of their names if two are tied and only one of them is stored."""
     by_both_names = dict(stored_tensors)
-    for first_name, second_name in model.all_tied_weights_keys.items():
-        if first_name not in by_both_names and second_name in by_both_names:
-            by_both_names[first_name] = by_both_names[second_name]
-        elif second_name not in by_both_names and first_name in by_both_names:
-            by_both_names[second_name] = by_both_names[first_name]
+    for tied_names in model.all_tied_weights_keys.items():
+        stored = [by_both_names[name] for name in tied_names if name in by_both_names]
+        if len(stored) == 1:
+            by_both_names |= dict.fromkeys(tied_names, stored[0])
     return by_both_names
 
 
 def _differ_though_tied(
-    stored_tensors: Mapping[str, StoredTensor], model: NormAlignLlavaForConditionalGeneration
+    stored_tensors: Slices, model: NormAlignLlavaForConditionalGeneration
 ) -> bool:
-    """Whether files have two values for tied tensors, so that transformers does not tie them."""
+    """Reads whether files have two values for tied tensors. transformers does not tie these."""
     for first_name, second_name in model.all_tied_weights_keys.items():
         first = stored_tensors.get(first_name)
         second = stored_tensors.get(second_name)
         if first is None or second is None or first is second:
             continue
-        if not torch.equal(first.read(), second.read()):
+        if not torch.equal(first[...], second[...]):
             return True
     return False
 
@@ -138,9 +129,7 @@ def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
     """Returns bitsandbytes' layers, on meta, by the names of the weights that they quantize."""
     if not adapter.quantization:
         return {}
-    settings = BitsAndBytesConfig.from_dict(adapter.quantization)
-    if not settings.llm_int8_skip_modules:
-        settings.llm_int8_skip_modules = IN_PRECISION
+    settings = decoder_quantization(BitsAndBytesConfig.from_dict(adapter.quantization))
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
     quantized_model = on_meta(adapter.config)
     quantizer.preprocess_model(model=quantized_model, device_map={"": "cpu"})
@@ -152,32 +141,31 @@ def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
 
 
 def _check_shapes(
-    base: str,
-    stored_tensors: Mapping[str, StoredTensor],
-    model: NormAlignLlavaForConditionalGeneration,
+    base: str, stored_tensors: Slices, model: NormAlignLlavaForConditionalGeneration
 ) -> None:
-    """Raises ValueError if tensors are missing or have other shapes; the norm may be missing."""
+    """Raises ValueError if tensors but the norm's are missing, or have other shapes."""
     faults = []
     for tensor_name, expected in model.state_dict().items():
         expected_shape = list(expected.shape)
         stored_shape = None
         if tensor_name in stored_tensors:
-            stored_shape = stored_tensors[tensor_name].shape()
+            stored_shape = stored_tensors[tensor_name].get_shape()
         elif tensor_name.startswith(NORM):
             continue
         if stored_shape != expected_shape:
             faults.append(f"{tensor_name} has shape {stored_shape}, not {expected_shape}")
     if faults:
-        fault = f"{len(faults)} tensors of {base} are not config.json's: {faults[0]}"
-        raise ValueError(f"{fault}. {AGAIN}")
+        raise ValueError(
+            f"{len(faults)} tensors of {base} are not config.json's: {faults[0]}. {AGAIN}"
+        )
 
 
 def _align_norm(
     model: NormAlignLlavaForConditionalGeneration, embeddings: Tensor
 ) -> dict[str, Tensor]:
-    """Aligns the norm of a model on meta to the embeddings `(V, d)`; returns the norm's tensors.
+    """Aligns the norm of a model on meta to the embeddings `(V, d)`, as training did.
 
-    Loading did so in training, or the run that changed the arm.
+    Returns the norm's tensors.
     """
     model.get_input_embeddings().weight = nn.Parameter(embeddings, requires_grad=False)
     norm = model.model.multi_modal_projector.norm

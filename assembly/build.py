@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -20,14 +20,14 @@ from transformers import (
 )
 
 from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
-from ..checkpoint.notices import notices_of_part, place_of, write_notices
-from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
+from ..checkpoint.notices import fetch_part_notices, place_of, write_notices
+from ..checkpoint.opening import Checkpoint, check_processor, fetch_licence, open_checkpoint
 from ..checkpoint.precision import torch_dtype
 from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
-from ..checkpoint.untrusted import loading
+from ..checkpoint.untrusted import refuse_unreadable
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import Printed
+from ..console import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
 from .generation import copied_generation, flags_of, in_words
@@ -38,8 +38,8 @@ from .parts import (
     hide_ends,
     load_language_model,
     logits_of_fixed_text,
+    require_vision_config,
     set_chat_template,
-    vision_config,
 )
 from .processing import ARMS, check_feature_layer, make_processor
 
@@ -53,14 +53,14 @@ class BuildReport(Printed):
 
     Attributes:
         vision_parameters, projector_parameters, language_parameters: Numbers of parameters. Each
-            parameter is counted once; the language model's include its head.
-        n_text: The mean norm with which text embeddings enter the decoder.
-        gain: Start of the norm's gain; None without a norm.
+            parameter is counted once. The language model's include its head.
+        n_text: The mean norm of text embeddings as they enter the decoder.
+        gain: Start of the norm's gain. None without a norm.
         generation_marks: Whether the chat template marks the assistant's turns for training.
-        vision_revision, language_revision: Commits of parts from the Hub; None for folders.
-        licenses: Licences of `"vision"` and `"language"`, see [`licence_of`].
-        from_llava: Whether the norm was added to a LLaVA checkpoint, so both parts are this one.
-        prompt_date: The date in prompts if the chat template asks for today's; None otherwise.
+        vision_revision, language_revision: Commits of parts from the Hub. None for folders.
+        licenses: Licences of `"vision"` and `"language"`, see [`fetch_licence`].
+        from_llava: Whether the norm was added to a LLaVA checkpoint, so that both parts are it.
+        prompt_date: The date in prompts if the chat template asks for today's, and None otherwise.
         generation: What `generation_config.json` says, see [`copied_generation`].
         generation_left_out: Flags of the language model's that are not copied.
         notices: Paths of the parts' licence texts and notices in the checkpoint.
@@ -94,7 +94,7 @@ class BuildReport(Printed):
     notices: list[str]
 
     def renderable(self) -> RenderableType:
-        """The table of its numbers and words, and what was copied."""
+        """Returns the table of its numbers and words, and of what was copied."""
         table = super().renderable()
         assert isinstance(table, Table)
         for field_name in ("generation", "generation_left_out"):
@@ -106,21 +106,9 @@ class BuildReport(Printed):
         return table
 
 
-class BuildKeywords(TypedDict, total=False):
-    """The keyword arguments of [`build_checkpoint`]; their defaults are in [`BuildOptions`]."""
-
-    arm: str
-    norm: str
-    feature_layer: int | Sequence[int]
-    select_strategy: str | None
-    chat_template: str | os.PathLike | None
-    dtype: str | torch.dtype
-    seed: int | None
-
-
 @dataclass(frozen=True)
 class BuildOptions:
-    """How two parts become a checkpoint; [`build_checkpoint`] explains each option."""
+    """How two parts become a checkpoint. [`build_checkpoint`] explains each option."""
 
     arm: str = "gwc"
     norm: str = "layer_norm"
@@ -132,31 +120,34 @@ class BuildOptions:
 
 
 def build_checkpoint(
-    vision: str, language: str, output: str | os.PathLike, **keywords: Unpack[BuildKeywords]
+    vision: str, language: str, output: str | os.PathLike, **keywords: Any
 ) -> BuildReport:
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
+
+    The keyword arguments are the fields of [`BuildOptions`].
 
     Args:
         vision: Folder or Hub id of a CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or
             without registers) or ViT.
         language: Folder or Hub id of a causal language model of transformers.
         output: Folder to create. Its `build.json` has the report.
-        arm: One of the paper's arms, see `ARMS`; `"gwc"` by default.
+        arm: One of the paper's arms, see `ARMS`. `"gwc"` by default.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
-        feature_layer: Hidden state(s) of the encoder to project; -1 is the last layer's output,
+        feature_layer: Hidden state(s) of the encoder to project. -1 is the last layer's output,
             and -2 the default.
         select_strategy: `"default"` drops the class token, `"full"` keeps every token. None means
             `"full"` for SigLIP, since it has no class token, and `"default"` for others.
         chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` (the default), the language
             model's. The norm is always float32.
-        seed: Seed of the projector's random weights; None uses torch's generator as it is.
+        seed: Seed of the projector's random weights. None uses torch's generator as it is.
 
     Raises:
         ValueError: If a part or an option does not fit. Nothing is written then.
+        OSError: If a part cannot be fetched, or the checkpoint cannot be written.
     """
     options = BuildOptions(**keywords)
-    norm_settings = _norm_settings(options.arm, options.norm)
+    norm_settings = _check_arm(options.arm, options.norm)
     dtype = torch_dtype(options.dtype)
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -167,13 +158,13 @@ def build_checkpoint(
     with finished_folder(output) as folder:
         vision_part = open_checkpoint(vision)
         language_part = open_checkpoint(language)
-        encoder = vision_config(vision_part)
+        encoder = require_vision_config(vision_part)
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
         has_marks = set_chat_template(tokenizer, options.chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
-        with loading(f"The image processor of {vision}"):
+        with refuse_unreadable(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, options.select_strategy)
             tokens_per_image = check_processor(processor)
         language_model = load_language_model(language_part, dtype)
@@ -203,8 +194,17 @@ def retrofit_checkpoint(
     norm: str = "layer_norm",
     dtype: str = "auto",
 ) -> BuildReport:
-    """Adds the aligned norm to a LLaVA, whose tensors stay the same; see [`build_checkpoint`]."""
-    norm_settings = _norm_settings(arm, norm)
+    """Adds the aligned norm to a LLaVA. Its tensors stay the same.
+
+    Args:
+        llava: Folder or Hub id of a LLaVA checkpoint of transformers.
+        output, arm, norm, dtype: As in [`build_checkpoint`].
+
+    Raises:
+        ValueError: If the LLaVA or an option does not fit. Nothing is written then.
+        OSError: If the LLaVA cannot be fetched, or the checkpoint cannot be written.
+    """
+    norm_settings = _check_arm(arm, norm)
     loaded_dtype = torch_dtype(dtype)
     check_not_in_run(Path(output))
     with finished_folder(output) as folder:
@@ -213,31 +213,33 @@ def retrofit_checkpoint(
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes a LLaVA ('llava')."
             )
-        encoder = vision_config(opened)
+        encoder = require_vision_config(opened)
         stock = opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
         hide_ends(stock.tokenizer)
         strategy = opened.config.vision_feature_select_strategy
         processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
         opened.check_image_token(processor)
-        model_class = NormAlignLlavaForConditionalGeneration
-        model = opened.load(model_class, loaded_dtype, **norm_settings)
+        model = opened.load(dtype=loaded_dtype, **norm_settings)
         for setting in norm_settings:  # transformers puts them into both configurations
             vars(model.generation_config).pop(setting, None)
         has_marks = has_generation_marks(stock.chat_template or "")
         return _finish(_Built(model, processor, opened, opened, arm, has_marks), folder, output)
 
 
-def _norm_settings(arm: str, norm: str) -> dict[str, str]:
+def _check_arm(arm: str, norm: str) -> dict[str, str]:
+    """Returns the configuration of an arm. Raises ValueError if arm or norm is unknown."""
     if arm not in ARMS or norm not in ("layer_norm", "rms_norm"):
-        allowed_values = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
-        raise ValueError(f"arm is one of {allowed_values}, got {arm!r}, {norm!r}.")
+        raise ValueError(
+            f"arm is one of {', '.join(ARMS)}, and norm layer_norm or rms_norm, got {arm!r}, "
+            f"{norm!r}."
+        )
     return {"projector_norm": norm, **ARMS[arm]}
 
 
 @dataclass(frozen=True)
 class _Built:
-    """A model in memory, and what its checkpoint and its record need besides.
+    """A model in memory, and what else its checkpoint and its record need.
 
     If a LLaVA got the norm, `vision` and `language` are both this LLaVA.
     """
@@ -260,7 +262,10 @@ def _finish(built: _Built, folder: Path, output: str | os.PathLike) -> BuildRepo
     else:
         n_text = model.align_projector_norm()
     left_out = _set_generation(built)
-    notices = _notices(built)
+    notices = {}
+    for part_name, part in (("vision", built.vision), ("language", built.language)):
+        for file_name, content in fetch_part_notices(part.name, part.revision).items():
+            notices[place_of(part_name, file_name)] = content
     report = _report(built, output, n_text, left_out, sorted(notices))
     for config in (model.config.text_config, model.config.vision_config):
         config._name_or_path = _public_name(config._name_or_path)
@@ -276,29 +281,31 @@ def _finish(built: _Built, folder: Path, output: str | os.PathLike) -> BuildRepo
 def _warn_of_chat_template(built: _Built) -> None:
     if not built.has_marks:
         logger.warning(
-            "The chat template has no {% generation %} marks, which training on assistant turns "
-            "needs. To train this checkpoint, build it with --chat-template."
+            "The chat template has no {% generation %} marks. Training on assistant turns needs "
+            "them: to train this checkpoint, build it with --chat-template."
         )
     tokenizer = built.processor.tokenizer
     for end in unrecognized_ends(tokenizer, built.processor.chat_template):
         logger.warning(
-            f"The chat template ends an answer with {end!r}, which is no token of its own in this "
-            "tokenizer: answers would not stop there. Give a template that ends answers with "
-            f"{tokenizer.eos_token!r} with --chat-template."
+            f"The chat template ends an answer with {end!r}. This tokenizer has no such token, so "
+            "answers would not stop there. With --chat-template, give a template that ends answers "
+            f"with {tokenizer.eos_token!r}."
         )
 
 
 def _set_generation(built: _Built) -> dict[str, Any]:
-    """Sets the model's generation configuration; returns the language model's flags left out."""
+    """Sets the model's generation configuration. Returns the language model's flags left out."""
     model = built.model
     model.generation_config, left_out = copied_generation(model.generation_config)
     stop_as_trained(model, built.processor)
-    # Prompt lookup would repeat the prompt's image token, but there are no features for it.
+    # Prompt lookup would repeat the prompt's image token without features for it.
     suppressed = model.generation_config.suppress_tokens or []
     model.generation_config.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
     if left_out:
-        source_file = f"the generation_config.json of {built.language.name}"
-        logger.warning(f"Not copied from {source_file}: {in_words(left_out)}.")
+        logger.warning(
+            f"Not copied from the generation_config.json of {built.language.name}: "
+            f"{in_words(left_out)}."
+        )
     return left_out
 
 
@@ -312,7 +319,7 @@ def _report(
     model = built.model
     vision = built.vision
     language = built.language
-    template = built.processor.chat_template
+    is_date_fixed = fixes_the_date(built.processor.chat_template)
     projector = model.model.multi_modal_projector
     vision_parameters = model.model.vision_tower.num_parameters()
     projector_parameters = sum(parameter.numel() for parameter in projector.parameters())
@@ -333,27 +340,18 @@ def _report(
         vision_revision=vision.revision,
         language_revision=language.revision,
         licenses={
-            "vision": licence_of(vision.name, vision.revision),
-            "language": licence_of(language.name, language.revision),
+            "vision": fetch_licence(vision.name, vision.revision),
+            "language": fetch_licence(language.name, language.revision),
         },
         from_llava=vision is language,
-        prompt_date=PROMPT_DATE.isoformat() if fixes_the_date(template) else None,
+        prompt_date=PROMPT_DATE.isoformat() if is_date_fixed else None,
         generation=flags_of(model.generation_config),
         generation_left_out=left_out,
         notices=notices,
     )
 
 
-def _notices(built: _Built) -> dict[str, bytes]:
-    """Returns licence texts and notices of both parts, by their paths in the checkpoint."""
-    notices = {}
-    for part_name, checkpoint in (("vision", built.vision), ("language", built.language)):
-        for notice_path, content in notices_of_part(checkpoint.name, checkpoint.revision).items():
-            notices[place_of(part_name, notice_path)] = content
-    return notices
-
-
 def _public_name(name: str) -> str:
-    """Returns the name of a part without a local path: a checkpoint shows none."""
+    """Returns the name of a part. A local path is cut, since a checkpoint does not show it."""
     path = Path(name)
     return path.name if path.exists() else name

@@ -2,7 +2,7 @@
 """Chat templates that read images: a language model's own after a preamble, or else Vicuna's.
 
 A language model's template concatenates strings and fails on messages of image and text parts. The
-preamble makes strings of them, so the template stays, and conversations of text render as before.
+preamble makes strings of these. The template stays the same, and so do conversations of text.
 Assistant-only losses also need `{% generation %}` marks around what the model has to generate. They
 come from edits for known families or from TRL, and are kept only if rendering proves them right.
 """
@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..checkpoint.prompts import has_generation_marks, with_fixed_date
+from ..checkpoint.prompts import has_generation_marks, marked_texts, with_fixed_date
 
 
 Tokens = dict[str, Any]
@@ -39,15 +39,15 @@ _IMAGE = {"type": "image"}
 def multimodal_chat_template(
     template: str | None, *, image_token: str = "<image>", special_tokens: Tokens = _STAND_INS
 ) -> tuple[str, bool]:
-    """Makes a chat template that reads images, and says whether it marks what is generated.
+    """Makes a chat template that reads images, with marks for training where possible.
 
-    Text-only conversations render exactly as before. Image parts become the image token; parts keep
+    Text-only conversations render exactly as before. Image parts become the image token. Parts keep
     their order, with nothing between them. A template that prints today's date prints a fixed one:
-    see [`with_fixed_date`]. Marks count only if every marked span is, up to white
-    space around it, what follows the generation prompt, through the end-of-turn token.
+    see [`with_fixed_date`]. Marks are kept only if each marked span goes from the generation prompt
+    through the end-of-turn token, up to white space.
 
     Args:
-        template: The language model's own; None gives Vicuna v1.1's. One that prints `image_token`
+        template: The language model's own. None gives Vicuna v1.1's. One that prints `image_token`
             for image parts gets no preamble.
         image_token: What is printed for an image.
         special_tokens: The tokenizer's special tokens, by the names that templates use.
@@ -88,11 +88,11 @@ def multimodal_chat_template(
 
 
 def printing_first(template: str, text: str, image_token: str) -> str:
-    """Returns a template that prints `text` first, and then what it printed, to the white space."""
+    """Returns a template that prints `text`, and then exactly what it printed before."""
     preamble = _preamble(image_token)
     if not template.startswith(preamble):
         preamble = ""
-    # A block: jinja strips the line break after it, and white space before one that begins a line.
+    # Jinja strips the line break after a block, and white space before one that begins a line.
     block = f"{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n"
     return preamble + block + template.removeprefix(preamble)
 
@@ -100,8 +100,8 @@ def printing_first(template: str, text: str, image_token: str) -> str:
 def without_preamble(template: str, messages: Messages, image_token: str) -> tuple[str, Messages]:
     """Returns a template and messages that print the same as these, several times faster.
 
-    The parts of each message are joined here, and not by the template's preamble. A template
-    without a preamble, and its messages, are returned as they are.
+    The parts of each message are joined here and not by the template's preamble. If the template
+    has no preamble, both are returned as they are.
     """
     preamble = _preamble(image_token)
     if not template.startswith(preamble):
@@ -120,7 +120,10 @@ def _preamble(image_token: str) -> str:
 
 
 def check_texts(template: str, special_tokens: Tokens) -> list[str]:
-    """Returns the check's conversations with an image, printed with and without prompt."""
+    """Returns the check's conversations with an image, printed with and without prompt.
+
+    A conversation that the template refuses is left out.
+    """
     printed_texts = []
     for conversation in _CONVERSATIONS.values():
         messages = _as_parts(conversation["messages"], _IMAGE)
@@ -140,7 +143,7 @@ def _render(
 
 
 def _outcome(render: Renderer, *args: Any) -> str:
-    """Returns the text, or the error as text: a template may refuse a conversation by any error."""
+    """Returns the text, or the error as text. A template may refuse a conversation by any error."""
     try:
         return render(*args)
     except Exception as error:
@@ -148,14 +151,13 @@ def _outcome(render: Renderer, *args: Any) -> str:
 
 
 def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
-    """Returns the messages with lists of parts as content; images begin the first user turn."""
+    """Returns the messages with lists of parts as content. Images begin the first user turn."""
     with_parts = []
-    remaining_images = images
     for message in messages:
         parts = [{"type": "text", "text": message["content"]}]
         if message["role"] == "user":
-            parts = [*remaining_images, *parts]
-            remaining_images = ()
+            parts = [*images, *parts]
+            images = ()
         with_parts.append({**message, "content": parts})
     return with_parts
 
@@ -163,7 +165,7 @@ def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
 def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
     """Returns the name of the first text-only conversation that renders differently, or None.
 
-    With `lists`, the conversations are also compared with lists of parts as content.
+    With `lists`, conversations with lists of parts as content are compared too.
     """
     for conversation_name, conversation in _CONVERSATIONS.items():
         message_forms = [conversation["messages"]]
@@ -178,7 +180,7 @@ def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
 
 
 def _candidates(template: str) -> Iterator[str]:
-    """Yields candidates for `template` with marks: its own, its family's, TRL's."""
+    """Yields candidates for `template` with marks: its own, its family's and TRL's."""
     if has_generation_marks(template):
         yield template
     for family_edits in _EDITS.values():
@@ -186,7 +188,14 @@ def _candidates(template: str) -> Iterator[str]:
             marked_template = _edited(template, family_edits, line_break)
             if marked_template is not None:
                 yield marked_template
-    marked_template = _with_marks_of_trl(template)
+    # Importing it takes seconds, and few templates need it.
+    from trl.chat_template_utils import get_training_chat_template
+
+    # TRL needs a tokenizer, but uses only its template and special tokens.
+    options = {"tokenizer_object": Tokenizer(BPE()), "chat_template": template, **_STAND_INS}
+    marked_template = None
+    with suppress(Exception):  # TRL does not know the template, or it refuses TRL's conversation
+        marked_template = get_training_chat_template(PreTrainedTokenizerFast(**options))
     if marked_template:
         yield marked_template
 
@@ -201,42 +210,33 @@ def _edited(template: str, edits: list[dict[str, str]], line_break: str) -> str 
     return template
 
 
-def _with_marks_of_trl(template: str) -> str | None:
-    # Importing it takes seconds, and few templates need it.
-    from trl.chat_template_utils import get_training_chat_template
-
-    # TRL needs a tokenizer, but uses only its template and special tokens.
-    options = {"tokenizer_object": Tokenizer(BPE()), "chat_template": template, **_STAND_INS}
-    with suppress(Exception):  # TRL does not know the template, or it refuses TRL's conversation
-        return get_training_chat_template(PreTrainedTokenizerFast(**options))
-    return None
-
-
 def _marks_hold(template: str, special_tokens: Tokens) -> bool:
-    """Whether the marks are what the model has to generate, wherever all answers are printed."""
+    """Whether the marks are what the model has to generate, in all conversations of the check.
+
+    Conversations whose answers are not all printed do not count.
+    """
     render = partial(_render, template, special_tokens)
     end_of_turn = _end_of_turn(render)
     if not end_of_turn:
         return False
     is_checked = False
     for conversation in _CONVERSATIONS.values():
-        messages = _as_parts(conversation["messages"], _IMAGE)
+        turns = conversation["messages"]
+        messages = _as_parts(turns, _IMAGE)
         tools = conversation.get("tools")
         text = _outcome(render, messages, tools)
-        answers = [
-            turn["content"] for turn in conversation["messages"] if turn["role"] == "assistant"
-        ]
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         if not answers or not all(answer.strip() in text for answer in answers):
             continue
         expected = _expected_spans(render, messages, tools, text, end_of_turn)
-        if expected is None or expected != _marked_spans(template, special_tokens, messages, tools):
+        if expected != marked_texts(template, special_tokens, messages, tools):
             return False
         is_checked = True
     return is_checked
 
 
 def _end_of_turn(render: Renderer) -> str:
-    """Returns the word that a template prints behind an answer, or "" if there is none."""
+    """Returns the word that a template prints behind an answer. It may be empty."""
     answer = "A red kite."
     exchange = _as_parts([_QUESTION, {"role": "assistant", "content": answer}])
     _, _, after_answer = _outcome(render, exchange).rpartition(answer)
@@ -262,12 +262,3 @@ def _expected_spans(
         answer = text[len(prompt) : end_position + len(end_of_turn)]
         spans.append(answer.strip())
     return spans
-
-
-def _marked_spans(
-    template: str, special_tokens: Tokens, messages: Messages, tools: Any
-) -> list[str]:
-    """Returns what a template marks as generated, without white space around it."""
-    options: Any = {"chat_template": template, "return_assistant_tokens_mask": True}
-    texts, spans = render_jinja_template([messages], tools=tools, **options, **special_tokens)
-    return [texts[0][start:stop].strip() for start, stop in spans[0]]

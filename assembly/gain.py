@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.untrusted import check_weights, loading
+from ..checkpoint.untrusted import fetch_checked_weights, refuse_unreadable
 from ..configuration_normalign_llava import embedding_scales
-from ..errors import Printed
+from ..console import Printed
 from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm, rows_of_token
 
 
@@ -24,7 +24,7 @@ _TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in
 
 @dataclass(frozen=True)
 class TopToken:
-    """A row of an embedding matrix; `text` is None without a tokenizer."""
+    """A row of an embedding matrix. `text` is None without a tokenizer."""
 
     id: int
     text: str | None
@@ -33,7 +33,7 @@ class TopToken:
 
 @dataclass(frozen=True)
 class EmbeddingStatistics(Printed):
-    """Norms of a token-embedding matrix `(V, hidden_size)`, and the gain that follows (tables 6-8).
+    """Norms of token embeddings `(V, hidden_size)`, and the gain that follows (tables 6-8).
 
     Rows that are all zero, the image token's row and padding that repeats it do not count.
 
@@ -41,9 +41,9 @@ class EmbeddingStatistics(Printed):
         mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
         rows: Number of rows that count.
         top: The rows of largest norm, largest first.
-        tensor: Name of the embedding tensor; empty for a model in memory.
-        model_type: The language model's; None if transformers does not know it (`scale` is then 1).
-        n_text: N_text, the mean norm with which text embeddings enter the decoder (eq. 11).
+        tensor: Name of the embedding tensor. Empty for a model in memory.
+        model_type: The language model's. None if transformers does not know it: `scale` is then 1.
+        n_text: N_text, the mean norm of text embeddings as they enter the decoder (eq. 11).
         gain: The start of the projector's gain: N_text / sqrt(hidden_size), without a factor that
             the language model applies to visual tokens too (Granite).
         scale: The factor on text embeddings on their way into the decoder: `n_text = scale * mean`.
@@ -66,7 +66,7 @@ class EmbeddingStatistics(Printed):
     hidden_size: int
 
     def tables(self) -> list[RenderableType]:
-        """Returns the table of the numbers, and one of the tokens in `top` if there are any."""
+        """Returns the table of the numbers, and a table of the tokens in `top` if there are any."""
         tables = [self.renderable()]
         if self.top:
             token_table = Table("id", "token", "norm", title="Tokens of largest norm")
@@ -80,25 +80,30 @@ class EmbeddingStatistics(Printed):
 def embedding_statistics(
     model: str, *, top: int = 10, revision: str | None = None
 ) -> EmbeddingStatistics:
-    """Measures the token embeddings of a language model or (NormAlign-)LLaVA; reads nothing else.
+    """Measures the token embeddings of a language model or (NormAlign-)LLaVA.
+
+    No other weights are read, and only the file with the embeddings is fetched.
 
     Args:
-        model: Folder with safetensors, or Hub id, whose file with the embeddings is fetched.
+        model: Folder with safetensors, or Hub id.
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
     Raises:
         ValueError: If `model` has no weights that can be read, or not exactly one token embedding,
             or if that is quantized, has NaN or infinite values, or has no row that counts.
+        OSError: If the Hub cannot be reached.
     """
     opened = open_checkpoint(model, revision)
-    (weights_file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
+    (weights_file,) = fetch_checked_weights(
+        opened.name, opened.revision, partial(_require_embedding, model)
+    )
     tokenizer = None
     with suppress(Exception):  # only the texts of tokens depend on it
         tokenizer = opened.preprocessor(AutoTokenizer)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
-    with loading(str(weights_file)), safe_open(weights_file, "pt") as tensors:
-        tensor_name = _embedding_name(model, tensors.keys())
+    with refuse_unreadable(str(weights_file)), safe_open(weights_file, "pt") as tensors:
+        tensor_name = _require_embedding(model, tensors.keys())
         weight = tensors.get_tensor(tensor_name)  # mapped, not read yet
         row_norms = embedding_row_norms(weight)
         hidden_size = weight.shape[1]
@@ -114,7 +119,10 @@ def statistics_of(
     tokenizer: PreTrainedTokenizerBase | None,
     top: int = 10,
 ) -> EmbeddingStatistics:
-    """Returns [`embedding_statistics`] of the L2 norms `(V,)` of a matrix's rows, float64."""
+    """Returns [`embedding_statistics`] of the L2 norms `(V,)` of a matrix's rows, float64.
+
+    Raises ValueError if no row counts, or if one that counts is NaN or infinite.
+    """
     model_type = None
     scale_text = 1.0
     scale_all = 1.0
@@ -152,7 +160,7 @@ def statistics_of(
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
     """Returns a mask `(V,)` of the rows that count, by their norms `(V,)`.
 
-    The image token's row does not count, nor do rows of padding that repeat it.
+    Rows of zeros, the image token's row and padding that repeats it do not count.
     """
     is_counted = norms != 0
     if image_token is not None:
@@ -160,8 +168,8 @@ def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
     return is_counted
 
 
-def _embedding_name(model: str, names: Iterable[str]) -> str:
-    """Finds the token embedding among names of tensors; raises ValueError if there is not one."""
+def _require_embedding(model: str, names: Iterable[str]) -> str:
+    """Returns the token embedding among names of tensors. Raises ValueError if it is not clear."""
     endings = tuple(f".{table}.weight" for table in _TABLES)
     candidates = []
     for name in names:
@@ -172,6 +180,8 @@ def _embedding_name(model: str, names: Iterable[str]) -> str:
         candidates = [name for name in candidates if "language_model." in name]
     if len(candidates) != 1:
         listed = ", ".join(candidates) or f"none called {' or '.join(_TABLES)}"
-        fault = f"{model} has {len(candidates)} tensors that may be its token embedding: {listed}"
-        raise ValueError(f"{fault}. Name a language model alone; for an adapter, its base model.")
+        raise ValueError(
+            f"{model} has {len(candidates)} tensors that may be its token embedding: {listed}. "
+            "Name a language model by itself, or an adapter's base model."
+        )
     return candidates[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a language model's `generation_config.json` a checkpoint gets, and what stays behind."""
+"""The flags of a language model's `generation_config.json` that a checkpoint gets."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ COPIED = frozenset(
 )
 """Flags that are copied: tokens, lengths, how answers are drawn, and the cache.
 
-Others, such as `repetition_penalty` and `num_beams`, change answers that are not drawn: a greedy
+Others, such as `repetition_penalty` and `num_beams`, change answers that are not drawn. A greedy
 answer would no longer be what training made the likeliest.
 """
 
@@ -43,9 +43,11 @@ _ABOUT_THE_FILE = {"transformers_version", "_from_model_config", "_commit_hash"}
 def copied_generation(generation: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
     """Divides a language model's generation configuration: what a checkpoint gets, and the rest.
 
-    Flags that are not [`COPIED`] are left out, and flags without effect, such as a temperature
-    without `do_sample`, since transformers refuses to save them. Raises ValueError if transformers
-    refuses the configuration for another reason.
+    Flags that are not [`COPIED`] are left out. So are flags without effect, such as a temperature
+    without `do_sample`, since transformers refuses to save them.
+
+    Raises:
+        ValueError: If transformers refuses the configuration for another reason.
     """
     copied, left_out = without_idle_flags(generation)
     defaults = vars(GenerationConfig())

@@ -21,23 +21,26 @@ from ..checkpoint.files import (
     finished_folder,
     json_or_none,
 )
-from ..checkpoint.notices import checkpoint_notices, write_notices
+from ..checkpoint.notices import fetch_notices, write_notices
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import quantization_name, torch_dtype
 from ..checkpoint.prompts import stop_as_trained
-from ..checkpoint.untrusted import files_of, loading
+from ..checkpoint.untrusted import fetch_files, refuse_unreadable
 from ..checkpoint.weights import (
     check_space,
-    index_folder,
+    fetch_index_folder,
     save_model,
     size_of,
     unchanged_files,
 )
-from ..errors import Printed
+from ..console import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import Adapter, open_adapter, read_peft_config
 from .base_tensors import BaseTensors
 from .merged_tensors import MergedTensors, check_settings
+
+
+_PEFT_CARD = "# Model Card for Model ID"
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ class MergeReport(Printed):
         dtype: The dtype of all weights except the norm's. The norm is float32.
         difference: Largest difference between what was trained, in float32, and what was written,
             as rounded to its dtype. For a layer with an adapter, it is measured on outputs for
-            random inputs, as a share of the largest output; for any other tensor, on its numbers,
-            as a share of the largest number. In bfloat16 it is some 0.002, in float32 below 1e-5.
+            random inputs, as a share of the largest output. For any other tensor, it is measured on
+            its numbers, as a share of the largest. In bfloat16 it is some 0.002, in float32 below
+            1e-5.
     """
 
     labels = {
@@ -82,9 +86,9 @@ def merge_adapter(
 
     An adapter of a quantized base (QLoRA) was trained on the quantized weights. So the base is
     quantized as the adapter's `training.json` says and dequantized in float32 before merging. The
-    result is the model that was trained, rounded to `dtype`; the report says how much that changes.
-    Tensors are read, merged by PEFT and written one at a time: this takes a few times the memory
-    of the largest tensor with an adapter in float32.
+    result is the model that was trained, rounded to `dtype`. The report says how much that changes.
+    Tensors are read, merged by PEFT and written one at a time. This takes a few times the memory of
+    the largest tensor with an adapter, in float32.
 
     Args:
         adapter: Folder that training wrote, or a trainer's `checkpoint-N`.
@@ -94,12 +98,14 @@ def merge_adapter(
         base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in
             place of what `training.json` says. TRL by itself does not write that file. The base's
             weights are quantized in their own dtype.
-        dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
+        dtype: The dtype of the written weights. `"auto"` is the base's. The norm is always float32.
 
     Raises:
-        ValueError: If there is no LoRA adapter or no base that it fits, the base's quantization in
-            training is not known, the adapter has something that cannot be merged, or a tensor of
-            its file would be lost. Nothing is written then.
+        ValueError: If the folder holds no LoRA adapter, its base is missing or does not fit, the
+            base's quantization in training is not known, the adapter has something that cannot be
+            merged, or a tensor of its file would be lost. Nothing is written then.
+        ImportError: If bitsandbytes is missing.
+        OSError: If the base cannot be fetched, or the checkpoint cannot be written.
     """
     adapter = Path(adapter)
     dtype = torch_dtype(dtype)
@@ -107,64 +113,57 @@ def merge_adapter(
     with finished_folder(output) as folder:
         check_settings(adapter, read_peft_config(adapter))
         opened_adapter = open_adapter(adapter, base, base_quantization)
-        _check_not_quantized(opened_adapter.base)
+        opened_base = opened_adapter.base
+        if opened_base.stored.get("quantization_config"):
+            raise ValueError(
+                f"{opened_base.name} is stored quantized. Give what it was made from, and "
+                "--base-quantization."
+            )
         base_tensors = BaseTensors(opened_adapter)
         if dtype == "auto":
             dtype = opened_adapter.config.dtype or base_tensors.dtype
         merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
-        written_bytes = size_of(merged_tensors.layout)
-        check_space(Path(output), written_bytes, "Make room, or write elsewhere.")
-        linked_files = _files_to_link(opened_adapter.base, base_tensors, merged_tensors, dtype)
+        check_space(Path(output), size_of(merged_tensors.layout), "Make room, or write elsewhere.")
+        linked_files = _files_to_link(opened_base, base_tensors, merged_tensors, dtype)
         _set_generation(merged_tensors.model, opened_adapter)
-        _save_weights(merged_tensors, folder, linked_files)
+        console = Console(stderr=True)
+        layout = merged_tensors.layout
+        values = track(merged_tensors, "Merging", len(layout), console=console, transient=True)
+        save_model(merged_tensors.model, folder, layout, values=values, linked=linked_files)
+        merged_tensors.check_complete()
         opened_adapter.processor.save_pretrained(folder)
         _copy_records(opened_adapter, folder)
         _copy_notices(opened_adapter, folder)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
-        base=opened_adapter.base.name,
+        base=opened_base.name,
         quantization=quantization_name(opened_adapter.quantization),
         dtype=str(dtype).removeprefix("torch."),
         difference=merged_tensors.difference,
     )
 
 
-def _check_not_quantized(base: Checkpoint) -> None:
-    if base.stored.get("quantization_config"):
-        remedy = "Give what it was made from, and --base-quantization."
-        raise ValueError(f"{base.name} is stored quantized. {remedy}")
-
-
 def _files_to_link(
     base: Checkpoint, tensors: BaseTensors, merged: MergedTensors, dtype: torch.dtype
 ) -> dict[str, Path]:
     """Returns the base's file of the vision tower, by its name, if merging does not change it."""
-    is_as_stored = tensors.has_as_stored("model.vision_tower.")
-    is_changed = "vision_tower" in merged.changed
-    frozen_modules: set[str] = set()
-    if is_as_stored and not is_changed and dtype == tensors.dtype:
-        frozen_modules = {"vision_tower"}
-    index_folders = index_folder(base.name, base.revision)
-    return unchanged_files(merged.layout, frozen_modules, index_folders)
+    is_quantized = tensors.has_quantized("model.vision_tower.")
+    if is_quantized or "vision_tower" in merged.changed or dtype != tensors.dtype:
+        return {}
+    index_folders = fetch_index_folder(base.name, base.revision)
+    return unchanged_files(merged.layout, ["vision_tower"], index_folders)
 
 
 def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
-    """Gives a model its base's generation configuration, and the ends of answers in training."""
+    """Reads the base's generation configuration for a model. Answers end as in training."""
     base = adapter.base
-    with suppress(OSError), loading(f"The generation configuration of {base.name}"):
-        generation = GenerationConfig.from_pretrained(base.name, revision=base.revision)
-        model.generation_config = generation
+    with suppress(OSError), refuse_unreadable(f"The generation configuration of {base.name}"):
+        model.generation_config = GenerationConfig.from_pretrained(
+            base.name, revision=base.revision
+        )
     for processor in adapter.processors:
         stop_as_trained(model, processor)
-
-
-def _save_weights(merged: MergedTensors, folder: Path, linked: dict[str, Path]) -> None:
-    """Writes the merged tensors one at a time; raises ValueError if one was left out."""
-    console = Console(stderr=True)
-    values = track(merged, "Merging", len(merged.layout), console=console, transient=True)
-    save_model(merged.model, folder, merged.layout, values=values, linked=linked)
-    merged.check_complete()
 
 
 def _copy_records(adapter: Adapter, folder: Path) -> None:
@@ -172,21 +171,18 @@ def _copy_records(adapter: Adapter, folder: Path) -> None:
     for file_name in (CARD, *RECORDS):
         adapter_file = adapter.folder / file_name
         if adapter_file.is_file():
-            if file_name == CARD and _is_card_of_peft(adapter_file):
+            # PEFT's card would show local paths.
+            if file_name == CARD and _PEFT_CARD in adapter_file.read_text("utf-8", "replace"):
                 continue
             shutil.copyfile(adapter_file, folder / file_name)
         elif file_name != DYNAMICS:  # the base's dynamics belong to its own run
-            for base_file in files_of(adapter.base.name, [file_name], adapter.base.revision):
+            for base_file in fetch_files(adapter.base.name, [file_name], adapter.base.revision):
                 shutil.copyfile(base_file, folder / file_name)
 
 
-def _is_card_of_peft(card: Path) -> bool:
-    """Whether a model card is the one that PEFT writes, with local paths."""
-    return "# Model Card for Model ID" in card.read_text("utf-8", "replace")
-
-
 def _copy_notices(adapter: Adapter, folder: Path) -> None:
+    """Copies the notices that the copied `build.json` names."""
     build_record = json_or_none(folder / BUILD_RECORD)
-    notices = checkpoint_notices(build_record, adapter.base.name, adapter.base.revision)
-    notices |= checkpoint_notices(build_record, str(adapter.folder))
+    notices = fetch_notices(build_record, adapter.base.name, adapter.base.revision)
+    notices |= fetch_notices(build_record, str(adapter.folder))
     write_notices(folder, notices)

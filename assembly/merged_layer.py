@@ -16,8 +16,8 @@ class MergedLayer:
 
     Args:
         path: The layer's path in the base.
-        module: PEFT's module that wraps the layer, on meta but for the adapter's weights.
-        read: Returns a tensor of the base by its name.
+        module: PEFT's module that wraps the layer. Only the adapter's weights are not on meta.
+        read: Reads a tensor of the base by its name.
 
     Attributes:
         values: The layer's tensors, by their names in it.
@@ -54,8 +54,8 @@ class MergedLayer:
     def difference(self, values: Mapping[str, Tensor]) -> float:
         """Returns the largest change of outputs if the layer has these values and no adapter.
 
-        The change is a share of the largest output for random inputs. For layers that take more
-        than one input (experts), and for layers saved whole, it is measured on their tensors.
+        The change is a share of the largest output for random inputs. For layers that take several
+        inputs (experts), and for layers that were trained in full, it is measured on their tensors.
         """
         if self._inputs is None:
             return relative_change(values, self._expected)
@@ -67,9 +67,10 @@ class MergedLayer:
 
 
 def relative_change(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Returns the largest change of a number, as a share of the largest of its tensor.
+    """Returns the largest change of a number, as a share of the largest number of its tensor.
 
-    Tensors of whole numbers, empty ones and zeros do not count. It is NaN if one of the changes is.
+    Tensors of whole numbers, empty tensors and zeros do not count. If a change is NaN, so is the
+    result.
     """
     largest_change = 0.0
     for name, before in expected.items():
@@ -88,7 +89,7 @@ def relative_change(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def _load(layer: nn.Module, path: str, read: Callable[[str], Tensor]) -> None:
-    """Gives a layer on meta its tensors, in float32."""
+    """Reads the tensors of a layer on meta, in float32."""
     values = {name: read(f"{path}.{name}").float() for name in layer.state_dict()}
     layer.load_state_dict(values, assign=True)
     for name, buffer in layer.named_buffers():
@@ -105,7 +106,7 @@ def _merge(module: nn.Module) -> None:
 
 
 def _random_inputs(layer: nn.Module) -> Tensor | None:
-    """Returns inputs for a layer that takes one, and None for other layers."""
+    """Returns inputs for a layer that takes one tensor, and None for other layers."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(layer, nn.Embedding):
         return torch.randint(layer.num_embeddings, (16,), generator=generator)
@@ -119,7 +120,7 @@ def _random_inputs(layer: nn.Module) -> Tensor | None:
 
 
 def _with_adapters(module: ParamWrapper) -> dict[str, Tensor]:
-    """Returns the parameters of a layer that its adapters change, with that change."""
+    """Returns the parameters of a layer that its adapters change, with their changes."""
     expected: dict[str, Tensor] = {}
     wrapper: nn.Module = module
     while isinstance(wrapper, ParamWrapper):

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
-from ..checkpoint.prompts import answer_ends
+from ..checkpoint.prompts import answer_ends, default_template
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import (
     NormAlignLlavaForConditionalGeneration,
@@ -34,28 +34,35 @@ logger = logging.getLogger(__name__)
 IMAGE_TOKEN = "<image>"
 
 
-def vision_config(vision: Checkpoint) -> PreTrainedConfig:
-    """Returns the vision encoder's configuration; raises ValueError if it is not supported."""
+def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
+    """Reads the vision encoder's configuration. Raises ValueError if it is not supported."""
     config = getattr(vision.config, "vision_config", vision.config)
     if config.model_type not in VISION_ENCODERS:
-        kinds = f"a {config.model_type!r} model, not one of {', '.join(VISION_ENCODERS)}"
-        raise ValueError(f"The vision encoder of {vision.name} is {kinds}.")
+        raise ValueError(
+            f"The vision encoder of {vision.name} is a {config.model_type!r} model, not one of "
+            f"{', '.join(VISION_ENCODERS)}."
+        )
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
     return config
 
 
 def check_language_model(language: Checkpoint) -> None:
-    """Raises ValueError unless this is a causal language model that takes LLaVA's inputs."""
+    """Raises ValueError unless this is a causal language model that takes LLaVA's inputs.
+
+    Warns if the gain would have no effect.
+    """
     config = language.config
     has_cache = False
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config:
         parameters = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters
-        # The second name is that before transformers 5.24.
+        # The second name is of transformers before 5.24.
         has_cache = "cache" in parameters or "past_key_values" in parameters
     if not has_cache:
-        kind = f"a {config.model_type!r} model"
-        raise ValueError(f"{language.name} is {kind}, not a causal language model with a cache.")
+        raise ValueError(
+            f"{language.name} is a {config.model_type!r} model, not a causal language model with a "
+            "cache."
+        )
     if config.model_type in ("bloom", "nanochat"):
         logger.warning(f"{language.name} normalises its input embeddings: the gain has no effect.")
 
@@ -63,11 +70,10 @@ def check_language_model(language: Checkpoint) -> None:
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
     """Adds the image token and a chat template that reads images, from the file `path` if set.
 
-    Returns whether the template marks what the model has to generate.
+    Returns whether the template marks what the model has to generate. Raises ValueError as
+    [`multimodal_chat_template`] does.
     """
-    original = tokenizer.chat_template
-    if isinstance(original, dict):  # of several, apply_chat_template uses this one
-        original = original.get("default")
+    original = default_template(tokenizer.chat_template)
     if path:
         original = Path(path).read_text(encoding="utf-8")
     template, has_marks = multimodal_chat_template(
@@ -82,7 +88,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
 
 
 def hide_ends(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes the tokens that end an answer special: decoding then leaves them out of the answer."""
+    """Makes the tokens that end an answer special. Decoding then leaves them out of the answer."""
     for token_id in answer_ends(tokenizer):
         end_token = tokenizer.added_tokens_decoder[token_id]
         if not end_token.special:
@@ -110,10 +116,10 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
 
 @torch.no_grad()
 def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grows the vocabulary if needed. New rows are the mean row: its logit is never the largest.
+    """Grows the vocabulary if needed, with the mean row. Its logit is never the largest.
 
-    The image token's embedding differs from every other token's, since transformers finds the
-    places of image features among input embeddings by it. See [`_unlike_others`].
+    The image token's embedding becomes different from every other token's, since transformers finds
+    the places of image features by it.
     """
     old_size = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > old_size:
@@ -131,9 +137,9 @@ def _mean_row(weight: Tensor) -> Tensor:
 
 
 def _unlike_others(weight: Tensor, row: int) -> Tensor:
-    """Returns the row `(d,)` of that number, changed as little as can be if others are the same.
+    """Returns a row `(d,)` of `weight` `(V, d)`, changed a little if another row is the same.
 
-    Only the smallest element changes its sign, so the norm stays the same to the bit: N_text leaves
+    The smallest element changes its sign. The norm stays the same to the bit, since N_text leaves
     out the image token and the padding of the vocabulary by their norm. A row of zeros becomes the
     mean row first.
     """
@@ -178,8 +184,9 @@ def assemble(
     model.generation_config = language.generation_config
     tolerance = 1e-2 * logits.abs().max().item()
     if not torch.allclose(logits_of_fixed_text(model), logits, rtol=1e-2, atol=tolerance):
-        fault = "Inside LLaVA, the language model computes other logits than by itself"
-        raise ValueError(f"{fault}. Use another language model.")
+        raise ValueError(
+            "Inside LLaVA, the language model computes other logits than by itself. Use another."
+        )
     return model
 
 
@@ -187,6 +194,6 @@ def assemble(
 def logits_of_fixed_text(model: PreTrainedModel) -> Tensor:
     """Returns logits `(1, 8, V)`, float32, of a fixed text."""
     vocabulary_size = model.get_input_embeddings().num_embeddings
-    input_ids = torch.arange(3, 3 + 8).remainder(vocabulary_size)[None]
+    input_ids = torch.arange(3, 11).remainder(vocabulary_size)[None]
     outputs = model.eval()(input_ids=input_ids, use_cache=False)
     return outputs.logits.float()

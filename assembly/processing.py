@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's arms; a stock LlavaProcessor with as many image tokens as the encoder has features.
+"""The paper's arms, and a stock LlavaProcessor with an image token for each feature.
 
 Its tokenizer adds no tokens, since `processor(text)` would have them, but training, TRL, vLLM and
-`tokenizer.apply_chat_template` would not. The chat template prints what the tokenizer put first, as
-the templates of Llama 2 and 3, Gemma and Mistral do already, and those of TinyLlama, Zephyr and
-LLaVA 1.5 do after this. What the tokenizer put last is left out, since it would end a prompt.
+`tokenizer.apply_chat_template` would not. The chat template prints what the tokenizer put first.
+Templates of Llama 2 and 3, Gemma and Mistral do so already. For TinyLlama, Zephyr and LLaVA 1.5, it
+is added here. What the tokenizer put last is left out, since it would end a prompt.
 """
 
 import copy
@@ -43,7 +43,7 @@ ARMS = {
     "aligned": {"gradient_compensation": "none"},
     "gwc": {},
 }
-"""Arms as configuration: no norm; gain 1; aligned without compensation; with it (the default)."""
+"""Arms as configuration: no norm, gain 1, aligned without compensation, and with it (default)."""
 
 ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
 """The fields of the configuration that an arm sets."""
@@ -59,33 +59,35 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
-    """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
+    """Raises ValueError if the encoder has no such hidden state. -1 is the last layer's output."""
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
         raise ValueError(f"LLaVA reads feature_layer 0 as no layer. The embeddings are {-states}.")
     layers = [feature_layer] if isinstance(feature_layer, int) else feature_layer
     for layer in layers:
         if not -states <= layer < states:
-            known = f"0 to {states - 1}, or {-states} to -1"
-            raise ValueError(f"feature_layer {layer} does not exist. Hidden states are {known}.")
+            raise ValueError(
+                f"feature_layer {layer} does not exist. Hidden states are 0 to {states - 1}, or "
+                f"{-states} to -1."
+            )
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding side to left, as generating from a batch needs, also for saving."""
+    """Sets the padding side to left, as generating from a batch needs. It is saved, too."""
     tokenizer.padding_side = "left"
     tokenizer.init_kwargs["padding_side"] = "left"  # this one is saved
 
 
 def settle(processor: LlavaProcessor) -> None:
-    """Makes the tokenizer pad left and add no tokens; the chat template prints what it put first.
+    """Makes a processor's tokenizer pad left and add no tokens, and its prompts have a fixed date.
 
-    Prompts then have the same date on any day: see [`fix_date`]. Without a chat template, only the
-    padding changes; a processor that is settled does not change. The tokens that were put first are
-    kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
+    The chat template prints the tokens that the tokenizer put first. They are kept as `text_start`
+    in `tokenizer_config.json`, for [`text_tokenizer`]. Without a chat template, only the padding
+    changes. A processor that is settled does not change.
 
     Raises:
-        ValueError: If a conversation's tokens would differ from those before, or if the tokenizer
-            drops letters without a token.
+        ValueError: If a conversation's tokens would change, or if the tokenizer drops letters
+            without a token.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
@@ -98,12 +100,16 @@ def settle(processor: LlavaProcessor) -> None:
         return
     if tokens_before:
         printed_before = "".join(tokens_before)
-        text_start = _unprinted_start(processor, printed_before, len(tokens_after))
+        text_start = _require_start(processor, printed_before, len(tokens_after))
         if text_start is not None:
             template = printing_first(processor.chat_template, text_start, processor.image_token)
             processor.chat_template = template
             tokenizer.chat_template = template
-            _warn_of_new_start(printed_before)
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning(
+                    f"The tokenizer put {printed_before!r} before a text. Now the chat template "
+                    "prints it. If this checkpoint is trained already, it was trained without it."
+                )
     tokenizer.add_bos_token = False
     tokenizer.add_eos_token = False
     tokenizer.init_kwargs["text_start"] = tokens_before
@@ -112,7 +118,7 @@ def settle(processor: LlavaProcessor) -> None:
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer for text without a chat template, as the language model's began it."""
+    """Returns a tokenizer that begins texts without a chat template as the language model's did."""
     start_tokens = tokenizer.init_kwargs.get("text_start")
     if not start_tokens:
         return tokenizer
@@ -139,7 +145,7 @@ def _added_tokens(processor: LlavaProcessor) -> tuple[list[str], list[str]]:
     return tokens_before, tokens_after
 
 
-def _unprinted_start(processor: LlavaProcessor, start: str, end_length: int) -> str | None:
+def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> str | None:
     """Returns what a chat template has to print first, or None if it prints `start` already.
 
     Args:
@@ -147,7 +153,8 @@ def _unprinted_start(processor: LlavaProcessor, start: str, end_length: int) -> 
         start: The text of the tokens that the tokenizer puts before a text.
         end_length: Number of tokens that it puts after a text.
 
-    Raises ValueError if only some texts have it already, or would have other tokens with it.
+    Raises:
+        ValueError: If only some texts have `start` already, or if texts would have other tokens.
     """
     tokenizer = processor.tokenizer
     printed_texts = check_texts(processor.chat_template, tokenizer.special_tokens_map)
@@ -173,24 +180,16 @@ def _unprinted_start(processor: LlavaProcessor, start: str, end_length: int) -> 
     )
 
 
-def _warn_of_new_start(added: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            f"The chat template now prints {added!r}, which the tokenizer put before a text. "
-            "If this checkpoint is trained already, it was trained without it."
-        )
-
-
 def make_processor(
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
     vision_config: PreTrainedConfig,
     select_strategy: str | None = None,
 ) -> LlavaProcessor:
-    """Makes a [`LlavaProcessor`], [settled][`settle`], with a pad token.
+    """Makes a [settled][`settle`] [`LlavaProcessor`] with a pad token.
 
-    An image processor without `crop_size` gets one, from which serving engines compute the number
-    of image tokens.
+    An image processor without `crop_size` gets one, since serving engines compute the number of
+    image tokens by it.
 
     Args:
         image_processor: The encoder's.
@@ -206,14 +205,15 @@ def make_processor(
     if not select_strategy:
         select_strategy = "default" if class_tokens else "full"
     if select_strategy == "default" and not class_tokens:
-        kind = vision_config.model_type
-        fault = f"select_strategy 'default' drops the first token, but {kind} has no class token"
-        raise ValueError(f"{fault}: a patch of the image would be lost. Use 'full'.")
-    _set_crop_size(image_processor)
+        raise ValueError(
+            f"select_strategy 'default' drops the first token, but {vision_config.model_type} has "
+            "no class token: a patch of the image would be lost. Use 'full'."
+        )
+    _require_crop_size(image_processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # Other classes make their tokenizer anew when loaded, and not all that this takes is saved:
+        # Other classes make their tokenizer anew when loaded, from settings that are not all saved:
         # Zephyr's `legacy` space before a text would be lost.
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
@@ -231,7 +231,8 @@ def make_processor(
     return processor
 
 
-def _set_crop_size(image_processor: BaseImageProcessor) -> None:
+def _require_crop_size(image_processor: BaseImageProcessor) -> None:
+    """Sets a missing `crop_size` to the size. Raises ValueError if that has no height and width."""
     if image_processor.crop_size:
         return
     size = image_processor.size

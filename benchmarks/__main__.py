@@ -37,59 +37,80 @@ OPTIONS: dict[str, list[str]] = {
 
 
 def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
-    """Runs a script: what it wrote, with its minutes, or None if it failed."""
+    """Runs a script. Returns what it wrote, with its minutes, or None if it failed."""
     output = folder / f"{script}.json"
-    start = time.monotonic()
+    start_time = time.monotonic()
     command = [sys.executable, str(HERE / f"{script}.py"), *options, "--output", str(output)]
-    if subprocess.run(command).returncode or not output.exists():
+    completed = subprocess.run(command)
+    if completed.returncode or not output.exists():
         return None
-    return {**json.loads(output.read_text()), "minutes": (time.monotonic() - start) / 60}
+    result = json.loads(output.read_text())
+    result["minutes"] = (time.monotonic() - start_time) / 60
+    return result
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The rows of all scripts as Markdown, below the machine that they ran on."""
-    machine, *others = [result["machine"] for result in results.values()]
-    assert all(other == machine for other in others), "the scripts ran on different machines"
+    """Returns the rows of all scripts as Markdown, below the machine that they ran on."""
+    first_result, *other_results = results.values()
+    machine = first_result["machine"]
+    for result in other_results:
+        assert result["machine"] == machine, "the scripts ran on different machines"
+    minutes = 0.0
+    table_lines = []
+    for result in results.values():
+        minutes += result["minutes"]
+        for table_row in result["rows"]:
+            table_lines.append(f"| {' | '.join(table_row)} |")
+    versions = []
+    for package in ("torch", "transformers", "trl"):
+        versions.append(f"{package} {machine[package]}")
     device = f"{machine['cores']} cores of {machine['processor']}"
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "trl"))
-    minutes = sum(result["minutes"] for result in results.values())
     lines = [
-        f"{device}; {versions}; {date.today()}, {minutes:.0f} minutes. "
+        f"{device}; {', '.join(versions)}; {date.today()}, {minutes:.0f} minutes. "
         "Medians, in brackets the outer quartiles.",
         "",
         "| | measured | figure |",
         "|---|---|---|",
-        *(f"| {' | '.join(row)} |" for result in results.values() for row in result["rows"]),
+        *table_lines,
     ]
     return "\n".join(lines)
 
 
 def write_table(text: str, page: Path) -> None:
-    """Puts the table between the marks of a page, in place of the one that is there."""
-    before, rest = page.read_text(encoding="utf-8").split(START)
-    page.write_text(f"{before}{START}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    """Writes the table between the marks of a page, in place of the one that is there."""
+    content = page.read_text(encoding="utf-8")
+    before, _, rest = content.partition(START)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
-    """Runs the scripts, then writes."""
+    """Runs the scripts, then writes the table."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     names = ", ".join(OPTIONS)
-    parser.add_argument("scripts", nargs="*", metavar="script", help=f"of {names}; all by default")
+    parser.add_argument(
+        "scripts",
+        nargs="*",
+        default=list(OPTIONS),
+        metavar="script",
+        help=f"some of {names}; all by default",
+    )
     parser.add_argument("--output", type=Path, help="also write all figures to this JSON file")
     options = parser.parse_args()
-    if unknown := sorted(set(options.scripts) - set(OPTIONS)):
-        parser.error(f"there is no script {', '.join(unknown)}, but {names}")
+    unknown = sorted(set(options.scripts) - set(OPTIONS))
+    if unknown:
+        parser.error(f"unknown scripts {', '.join(unknown)}; choose from {names}")
     console = Console()
-    scripts = options.scripts or list(OPTIONS)
     results: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for script in scripts:
-            if result := run(script, OPTIONS[script], Path(folder)):
-                results[script] = result
-            else:
+    with tempfile.TemporaryDirectory() as temporary:
+        for script in options.scripts:
+            result = run(script, OPTIONS[script], Path(temporary))
+            if result is None:
                 failed.append(script)
+            else:
+                results[script] = result
             if options.output:  # each time: a later script may take the machine down
                 content = json.dumps({"failed": failed, **results}, indent=2)
                 options.output.write_text(content + "\n", encoding="utf-8")

@@ -8,16 +8,15 @@ The checkpoints' weights take no disk. Rows have one image and 2,037 tokens.
 """
 
 import argparse
-import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from shapes import llava_config
-from step import random_checkpoint, write_rows
+from sparse_checkpoint import sparse_checkpoint
+from step import write_rows
 
-from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.checkpoint.weights import stored_tensors, write_weights
+from normalign_llava import option_words
 
 
 SHAPES = {
@@ -30,61 +29,51 @@ SHAPES = {
 }
 
 
-def sparse_checkpoint(folder: Path, shape: str) -> None:
-    """Writes `folder/checkpoint` as `build` does, but weights are a true header and then a hole."""
-    from transformers import AutoProcessor
+def dry_run(recipe: str, folder: Path, device_memory: str, words: list[str]) -> bool:
+    """Prints the dry run of a recipe, and returns whether it was made. It may say "Does not fit".
 
-    random_checkpoint(folder, "tiny")  # for its tokenizer
-    config = llava_config(shape, NormAlignLlavaConfig)
-    made = folder / "checkpoint"
-    vision = config.vision_config
-    processor = AutoProcessor.from_pretrained(made, trust_remote_code=False)
-    processor.patch_size = vision.patch_size
-    image = processor.image_processor
-    image.size = image.crop_size = {"height": vision.image_size, "width": vision.image_size}
-    processor.save_pretrained(made)
-    config.image_token_id = processor.image_token_id
-    config.image_seq_length = (vision.image_size // vision.patch_size) ** 2
-    config.dtype = config.text_config.dtype = vision.dtype = torch.bfloat16
-    config.save_pretrained(made)
-    with torch.device("meta"):
-        layout = stored_tensors(NormAlignLlavaForConditionalGeneration(config).to(torch.bfloat16))
-    write_weights(made, layout, ((name, torch.empty(0)) for name in layout))
-    for path in made.glob("model-*.safetensors"):
-        with open(path, "r+b") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-            ends = [entry.get("data_offsets", [0, 0])[1] for entry in header.values()]
-            file.truncate(8 + length + max(ends))
+    Args:
+        recipe: The name of the recipe.
+        folder: The folder of `checkpoint` and `data`.
+        device_memory: The memory of the GPU.
+        words: Further options.
+    """
+    options = {
+        "model_name_or_path": folder / "checkpoint",
+        "dataset_name": folder / "data",
+        "image_folder": "",
+        "output_dir": folder / "run",
+        "dry_run": True,
+        "device_memory": device_memory,
+    }
+    command = [sys.executable, "-m", "normalign_llava", "train", recipe]
+    print(f"\n== {' '.join([recipe, *words])}", flush=True)
+    completed = subprocess.run(
+        [*command, *option_words(options), *words], stdout=subprocess.PIPE, text=True
+    )
+    print(completed.stdout, end="", flush=True)
+    return completed.returncode == 0 or "Does not fit:" in completed.stdout
 
 
 def main() -> None:
-    """Prints the verdict of each recipe."""
-    from normalign_llava.train.command import read_command
-    from normalign_llava.train.run import dry_run
-
+    """Prints the verdict of each recipe. Exits with 1 if a dry run failed."""
     formatter = argparse.RawDescriptionHelpFormatter
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    arguments.add_argument("--device_memory", default="24GiB")
-    arguments.add_argument("--recipes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    options, words = arguments.parse_known_args()
-    with tempfile.TemporaryDirectory() as name:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--device_memory", default="24GiB")
+    parser.add_argument("--recipes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    options, words = parser.parse_known_args()
+    failed = []
+    with tempfile.TemporaryDirectory() as temporary:
         for shape in {SHAPES[recipe] for recipe in options.recipes}:
-            sparse_checkpoint(Path(name, shape), shape)
-            write_rows(Path(name, shape), 384, [(1, 640)] * 4)
+            folder = Path(temporary, shape)
+            sparse_checkpoint(folder, shape)
+            write_rows(folder, 384, [(1, 640)] * 4)
         for recipe in options.recipes:
-            folder = Path(name, SHAPES[recipe])
-            own = {
-                "model_name_or_path": folder / "checkpoint",
-                "dataset_name": folder / "data",
-                "image_folder": "",
-                "output_dir": Path(name, "run"),
-                "dry_run": True,
-                "device_memory": options.device_memory,
-            }
-            print(f"\n== {' '.join([recipe, *words])}", flush=True)
-            own_words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
-            dry_run(*read_command([recipe, *own_words, *words]))
+            folder = Path(temporary, SHAPES[recipe])
+            if not dry_run(recipe, folder, options.device_memory, words):
+                failed.append(recipe)
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

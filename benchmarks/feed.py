@@ -20,7 +20,9 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from measuring import in_process, in_turns, parser, quartiles, report, spread
@@ -32,25 +34,35 @@ BATCH = 8
 LINKS = 10_000
 WORDS = ["a", "the", "of", "on", "with", "red", "blue", "dog", "cat", "street", "sign", "photo"]
 WORDS += ["people", "white"]
+STARTS = ("cold", "warm")
 QUESTION = "Provide a brief description of the given image."
 
 
 def write_checkpoint(folder: Path) -> None:
-    """`folder/checkpoint`, of SmolLM2's tokenizer and a tiny vision encoder with 729 patches."""
+    """Writes `folder/checkpoint`: SmolLM2, and a tiny vision encoder with 729 patches.
+
+    Args:
+        folder: The folder. The vision encoder is written into it too.
+    """
     from transformers import AutoModel, SiglipImageProcessor, SiglipVisionConfig
 
-    from normalign_llava import build_checkpoint
-    from normalign_llava.fetched.convert import convert_language
+    from normalign_llava import build_checkpoint, convert_language
 
+    vision = folder / "vision"
     config = SiglipVisionConfig(**TINY, image_size=384, patch_size=14)
-    AutoModel.from_config(config).save_pretrained(folder / "vision")
-    SiglipImageProcessor(size={"height": 384, "width": 384}).save_pretrained(folder / "vision")
-    build_checkpoint(str(folder / "vision"), str(convert_language()), folder / "checkpoint")
+    AutoModel.from_config(config).save_pretrained(vision)
+    SiglipImageProcessor(size={"height": 384, "width": 384}).save_pretrained(vision)
+    build_checkpoint(str(vision), str(convert_language()), folder / "checkpoint")
 
 
 def write_rows(folder: Path, count: int) -> None:
-    """`folder/COUNT.json` in LLaVA's form, and its images."""
-    rng = random.Random(0)
+    """Writes `folder/COUNT.json` in LLaVA's form, and its images.
+
+    Args:
+        folder: The folder. Images that are there are not written again.
+        count: The number of rows.
+    """
+    generator = random.Random(0)
     rows = []
     for number in range(count):
         image = Path("images", f"{number // 1000:05}", f"{number:09}.jpg")
@@ -60,28 +72,40 @@ def write_rows(folder: Path, count: int) -> None:
             if not source.exists():
                 write_image(source, number)
             os.link(source, folder / image)
-        answer = " ".join(rng.choices(WORDS, k=12))
         question = {"from": "human", "value": f"{QUESTION}\n<image>"}
-        turns = [question, {"from": "gpt", "value": answer}]
-        rows.append({"id": f"{number:09}", "image": str(image), "conversations": turns})
+        answer = {"from": "gpt", "value": " ".join(generator.choices(WORDS, k=12))}
+        row = {"id": f"{number:09}", "image": str(image), "conversations": [question, answer]}
+        rows.append(row)
     (folder / f"{count}.json").write_text(json.dumps(rows))
 
 
 def write_image(path: Path, seed: int) -> None:
-    """A JPEG of 640 x 480 pixels and some 60 kB, as of a photograph."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    """Writes a JPEG of 640 x 480 pixels and some 60 kB, like a photograph.
+
+    Args:
+        path: The file.
+        seed: The seed of its random pixels.
+    """
+    generator = np.random.default_rng(seed)
+    coarse = Image.fromarray(generator.integers(0, 256, (30, 40, 3), dtype=np.uint8))
     smooth = coarse.resize((640, 480), Image.Resampling.BICUBIC)
-    pixels = np.asarray(smooth).astype(int) + rng.integers(-8, 9, (480, 640, 3))
+    pixels = np.asarray(smooth).astype(int) + generator.integers(-8, 9, (480, 640, 3))
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=85)
 
 
-def loaded(folder: Path, count: int):
-    """The processor, and the rows as training has them."""
+def read_rows(folder: Path, count: int):
+    """Reads the processor and the rows.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        count: The number of rows, in the name of their file.
+
+    Returns:
+        The processor, and the rows as training has them.
+    """
     from transformers import AutoProcessor
 
-    from normalign_llava.data.sources.arguments import DataArguments
-    from normalign_llava.data.sources.mixtures import load_data
+    from normalign_llava import DataArguments, load_data
 
     processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
     arguments = DataArguments(dataset_name=str(folder / f"{count}.json"))
@@ -90,71 +114,115 @@ def loaded(folder: Path, count: int):
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, and of those that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    """Returns the CPU time of this process, and of those that it has waited for."""
+    seconds = 0.0
+    for processes in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(processes)
+        seconds += usage.ru_utime + usage.ru_stime
+    return seconds
 
 
 def peak() -> int:
-    """Bytes of this process's peak, without its parent's, which `getrusage` has."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    """Returns the bytes of this process's peak. `getrusage` has its parent's too."""
+    status = Path("/proc/self/status").read_text()
+    _, _, after = status.partition("VmHWM:")
+    return int(after.split()[0]) * 1024
 
 
 def check_rows(folder: Path, count: int) -> dict[str, float]:
-    """Time and memory of the checks, in this process."""
+    """Measures time and memory of the checks, in this process.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        count: The number of rows.
+
+    Returns:
+        `cpu` seconds, the number of `rows`, and bytes at the `peak` of this process and of the
+        largest one that it has waited for, `others`.
+    """
     before = cpu_seconds()
-    _, rows = loaded(folder, count)
-    others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return {"cpu": cpu_seconds() - before, "rows": len(rows), "peak": peak(), "others": others}
+    _, rows = read_rows(folder, count)
+    return {
+        "cpu": cpu_seconds() - before,
+        "rows": len(rows),
+        "peak": peak(),
+        "others": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+    }
 
 
 def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
-    """What reads all images once: our loader, TRL's collator, and the image processor alone."""
+    """Returns functions that read all images once.
+
+    Args:
+        folder: The folder of the checkpoint and the rows.
+        images: The number of rows, with an image each.
+
+    Returns:
+        Our loader, TRL's, and the bare image processor, by name.
+    """
     from datasets import Dataset, Image as ImageFeature, List
     from torch.utils.data import DataLoader
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    from normalign_llava.train.collator import ConversationCollator
+    from normalign_llava import ConversationCollator
 
-    processor, rows = loaded(folder, images)
-    listed = [{"images": row["images"], "messages": row["messages"]} for row in rows]
-    files = [row["images"][0]["path"] for row in listed]
-    stock = Dataset.from_list(listed)
-    stock = stock.cast_column("images", List(ImageFeature()))
+    processor, rows = read_rows(folder, images)
+    row_list = [{"images": row["images"], "messages": row["messages"]} for row in rows]
+    image_files = [row["images"][0]["path"] for row in row_list]
+    stock_rows = Dataset.from_list(row_list).cast_column("images", List(ImageFeature()))
 
-    def bare(paths: list[str]) -> object:
-        images = [Image.open(path).convert("RGB") for path in paths]
-        return processor.image_processor(images, return_tensors="pt")
+    def collate_images(paths: list[str]) -> object:
+        decoded = [Image.open(path).convert("RGB") for path in paths]
+        return processor.image_processor(decoded, return_tensors="pt")
 
-    def trl(batch: list[dict]) -> object:
+    def collate_with_trl(batch: list[dict[str, Any]]) -> object:
         collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
         return collator([{**row, "messages": plain(row["messages"])} for row in batch])
 
-    def reader(rows, collate) -> Callable[[], object]:
-        return lambda: [None for _ in DataLoader(rows, BATCH, collate_fn=collate)]
+    def read(dataset, collate) -> None:
+        for _ in DataLoader(dataset, BATCH, collate_fn=collate):
+            pass
 
-    ours = ConversationCollator(processor)
-    readers = {"bare": reader(files, bare), "this package": reader(rows, ours)}
-    return readers | {"TRL": reader(stock, trl)}
+    return {
+        "bare": partial(read, image_files, collate_images),
+        "this package": partial(read, rows, ConversationCollator(processor)),
+        "TRL": partial(read, stock_rows, collate_with_trl),
+    }
 
 
-def plain(messages: list[dict]) -> list[dict]:
-    """Messages without the empty texts that Arrow gives image parts."""
-    kept = []
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages without the empty texts that Arrow gives image parts."""
+    plain_messages = []
     for message in messages:
-        parts = message["content"]
-        content = [{k: v for k, v in part.items() if v is not None} for part in parts]
-        kept.append({"role": message["role"], "content": content})
-    return kept
+        content = []
+        for part in message["content"]:
+            content.append({key: value for key, value in part.items() if value is not None})
+        plain_messages.append({"role": message["role"], "content": content})
+    return plain_messages
 
 
 def cpu_time(function: Callable[[], object]) -> float:
-    """CPU seconds of a call in this process."""
+    """Measures the CPU seconds of a call in this process."""
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+def costs_of_a_row(smaller: dict[str, float], larger: dict[str, float]) -> str:
+    """Returns what each further row costs.
+
+    Args:
+        smaller: What [`check_rows`] measured on fewer rows.
+        larger: What it measured on more rows.
+
+    Returns:
+        Milliseconds of CPU, bytes in the process and bytes in others, as text.
+    """
+    further_rows = larger["rows"] - smaller["rows"]
+    milliseconds = 1e3 * (larger["cpu"] - smaller["cpu"]) / further_rows
+    own_bytes = max(0, larger["peak"] - smaller["peak"]) / further_rows
+    other_bytes = max(0, larger["others"] - smaller["others"]) / further_rows
+    return f"{milliseconds:.3f}, {own_bytes:.0f}, {other_bytes:.0f}"
 
 
 def main() -> None:
@@ -165,30 +233,31 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, nargs=2, default=[20_000, 200_000], help=numbers)
     arguments.add_argument("--rounds", type=int, default=4)
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        checks = {}
-        os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
+    smaller, larger = options.rows
+    checks = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["HF_DATASETS_CACHE"] = f"{temporary}/cache"
         write_checkpoint(folder)
-        for count in sorted({options.images, *options.rows}):
+        for count in sorted({options.images, smaller, larger}):
             write_rows(folder, count)
-        for count in options.rows:
-            for start in ("cold", "warm"):
+        for count in (smaller, larger):
+            for start in STARTS:
                 checks[f"{count:,} rows, {start}"] = in_process(check_rows, folder, count)
         cpu = in_turns(loaders(folder, options.images), options.rounds, cpu_time)
-    compared = ("this package", "TRL")
-    of_cpu = "; ".join(spread(quartiles(cpu["bare"], cpu[kind])) for kind in compared)
-    rows = [("batches", f"images per second of CPU / bare decoding: {'; '.join(compared)}", of_cpu)]
-    shown = []
-    for start in ("cold", "warm"):
-        small, large = (checks[f"{count:,} rows, {start}"] for count in options.rows)
-        more = large["rows"] - small["rows"]
-        figures = [1e3 * (large["cpu"] - small["cpu"]) / more]
-        figures += [max(0, large[name] - small[name]) / more for name in ("peak", "others")]
-        shown.append("{:.3f}, {:.0f}, {:.0f}".format(*figures))
-    what = "ms of CPU, bytes a row, in the process and others: cold; warm"
-    rows.append(("before the first step", what, "; ".join(shown)))
-    report("Feeding", rows, options, checks=checks, cpu_seconds=cpu)
+    ratios = []
+    for loader in ("this package", "TRL"):
+        ratios.append(spread(quartiles(cpu["bare"], cpu[loader])))
+    measured = "images per second of CPU / bare decoding: this package; TRL"
+    table_rows = [("batches", measured, "; ".join(ratios))]
+    row_costs = []
+    for start in STARTS:
+        smaller_check = checks[f"{smaller:,} rows, {start}"]
+        larger_check = checks[f"{larger:,} rows, {start}"]
+        row_costs.append(costs_of_a_row(smaller_check, larger_check))
+    measured = f"ms of CPU, bytes a row, in the process and others: {'; '.join(STARTS)}"
+    table_rows.append(("before the first step", measured, "; ".join(row_costs)))
+    report("Feeding", table_rows, options, checks=checks, cpu_seconds=cpu)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from step import WARM_UP, real_parts, run
 
 
 def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
-    """The trainer whose frozen weights have the dtype `variant`."""
+    """Returns the trainer whose frozen weights have the dtype `variant`."""
     from datasets import load_from_disk
 
     from normalign_llava import NormAlignConfig, NormAlignTrainer
@@ -49,16 +49,17 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=30, help="steps of a variant that count")
     options = arguments.parse_args()
     steps = WARM_UP + options.steps
-    with tempfile.TemporaryDirectory() as name:
-        os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-        real_parts(Path(name), options.batch * (steps + 2))
-        variants = ["float32", "bfloat16"]
-        seconds, losses = run(Path(name), variants, options, steps, make_trainer)
-    half, full = (seconds[variant][WARM_UP:] for variant in reversed(variants))
-    ratio = spread(quartiles(half, full))
-    rows = [("step of stage 1, frozen bfloat16", "time / frozen float32", ratio)]
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["HF_DATASETS_CACHE"] = f"{temporary}/cache"
+        folder = Path(temporary)
+        real_parts(folder, options.batch * (steps + 2))
+        step_seconds, losses = run(folder, ["float32", "bfloat16"], options, steps, make_trainer)
+    half_precision = step_seconds["bfloat16"][WARM_UP:]
+    full_precision = step_seconds["float32"][WARM_UP:]
+    ratio = spread(quartiles(half_precision, full_precision))
+    table_rows = [("step of stage 1, frozen bfloat16", "time / frozen float32", ratio)]
     title = f"A step of stage 1, batch {options.batch}, {options.device}"
-    report(title, rows, options, seconds=seconds, losses=losses)
+    report(title, table_rows, options, seconds=step_seconds, losses=losses)
 
 
 if __name__ == "__main__":

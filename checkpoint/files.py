@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HTTPError, RevisionResolutionError
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from ..errors import writing_to
 
@@ -36,22 +36,20 @@ SAMPLES = "samples.jsonl"  # answers to held-out rows in training
 RECORDS = (TRAINING_RECORD, BUILD_RECORD, DYNAMICS)
 STATE = "trainer_state.json"  # the Trainer's state, with the log
 LOCK = ".normalign.lock"
-OLD = ".replaced"  # name of an earlier folder within the temporary folder of the new one
 _locked_folders: set[Path] = set()  # by this process
 
 
 def find_model(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """Finds a model, and the commit at which to read all its files.
+    """Finds a model, and the commit to read all its files at, since a branch may move meanwhile.
 
-    The Hub is asked once, and only about a valid Hub id. All files must be read at this commit,
-    since a branch may move meanwhile.
+    The Hub is asked once, and only about a valid Hub id.
 
     Args:
         model: A path or Hub id.
         revision: A branch, tag or commit of the Hub.
-        remedy: What to do if there is no such model.
+        remedy: What to do if the model does not exist.
 
     Returns:
         The path or Hub id, and the commit: None for a path, and the commit in the cache if the Hub
@@ -64,7 +62,7 @@ def find_model(
     if path.exists():
         return str(path), None
     name = os.fspath(model)
-    absence = f"{model} is no file or folder here"
+    absence = f"{model} does not exist here"
     if not is_hub_id(name):
         raise ValueError(f"{absence}. {remedy} A model of the Hub is named owner/name.")
     try:
@@ -81,43 +79,38 @@ def find_model(
 def find_checkpoint(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """Finds a model as [`find_model`] does, and refuses a folder that holds none.
-
-    Args:
-        model: A path or Hub id.
-        revision: A branch, tag or commit of the Hub.
-        remedy: What to do if there is no such model.
+    """Finds a model as [`find_model`] does, and refuses a folder that does not hold one.
 
     Raises:
-        ValueError: There is no such model, or the folder holds an adapter or no `config.json`.
+        ValueError: The model does not exist, or the folder holds an adapter or no `config.json`.
     """
     source, commit = find_model(model, revision, remedy=remedy)
     folder = Path(source)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
-        merge_command = f"normalign merge {model} --output DIR"
-        raise ValueError(f"{model} is an adapter. Merge it first: `{merge_command}`.")
+        raise ValueError(
+            f"{model} is an adapter. Merge it first: `normalign merge {model} --output DIR`."
+        )
     if folder.exists():
-        _check_holds(folder, "config.json", f"It is no model of transformers. {remedy}")
+        _check_holds(folder, "config.json", f"It is not a model of transformers. {remedy}")
     return source, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds a checkpoint or an adapter."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
-        _check_holds(folder, "config.json", f"Without {ADAPTER_CONFIG} it is no adapter either.")
+        _check_holds(folder, "config.json", f"It has no {ADAPTER_CONFIG} either.")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
-    remedy = "Give an adapter's folder, which training with use_peft wrote."
     for file_name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        _check_holds(adapter, file_name, remedy)
+        _check_holds(adapter, file_name, "Give a folder that training with use_peft wrote.")
 
 
 def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
     folder = Path(folder)
     if not folder.exists():
-        raise ValueError(f"{folder} is no folder here. Check the path.")
+        raise ValueError(f"{folder} does not exist here. Check the path.")
     if (folder / name).is_file():
         return
     message = f"{folder} has no {name}. {remedy}"
@@ -135,16 +128,16 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns whether `name` is a valid Hub id, owner/name."""
+    """Whether `name` is a valid Hub id, owner/name."""
     try:
-        validate_repo_id(name)
-    except HFValidationError:
+        check_repo_id(name)
+    except ValueError:
         return False
-    return "/" in name
+    return True
 
 
 def cache_dir() -> Path:
-    """Returns `$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Returns `$NORMALIGN_CACHE`, or else `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
     own_folder = os.environ.get("NORMALIGN_CACHE")
     if own_folder:
         return Path(own_folder).expanduser()
@@ -157,123 +150,149 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `target` when the block ends without error.
 
     The file has the mode of any new file: nobody can foresee the name of the folder that it is in.
+
+    Raises:
+        NotWritable: The folder is read-only, or the disk is full.
     """
     target = Path(target)
     remove_unfinished(target)
-    with _temporary(target) as temporary_folder:
-        yield temporary_folder / target.name
-        os.replace(temporary_folder / target.name, target)
+    with _Replacement.claim(target) as replacement:
+        yield replacement.new
+        replacement.commit()
 
 
 @contextmanager
 def finished_folder(
-    target: str | os.PathLike, written: Callable[[Path], Collection[str]] | None = None
+    target: str | os.PathLike, replaceable: Callable[[Path], Collection[str]] | None = None
 ) -> Iterator[Path]:
     """Yields a temporary folder that becomes `target` if the block ends without error.
 
-    Otherwise it is removed. An earlier `target` is moved into the temporary folder before the new
-    one takes its place. If the process is killed between these two steps, the next one that makes
-    `target` takes the second step: see [`remove_unfinished`].
+    Otherwise it is removed.
 
     Args:
-        target: The folder to make.
-        written: Returns the names in an earlier version of `target` that may be replaced, as a
-            whole. It is given if `target` lies in a checkpoint. Without it, nothing is replaced.
+        target: The folder to make. It may lie in a checkpoint, if `replaceable` is given.
+        replaceable: Returns the names in an earlier `target` that may be replaced, as a whole.
+            Without it, nothing is replaced.
 
     Raises:
         ValueError: Another process is making `target`, or it holds something else.
         FileExistsError: It was filled meanwhile. The message says where the new one is kept.
+        NotWritable: The folder around it is read-only, or the disk is full.
     """
     target = Path(target).resolve()
-    if written:
+    if replaceable:
         check_free(target.parent)
     used_locks = remove_unfinished(target)
     if used_locks:
-        raise ValueError(busy(target, used_locks[0]))
-    problem = _held_by_others(target, written)
+        raise ValueError(busy_message(target, used_locks[0]))
+    problem = _problem_with_earlier(target, replaceable)
     if problem:
         raise ValueError(f"{problem} Choose another folder, or move that away first.")
-    with _temporary(target) as temporary_folder:
-        new_folder = temporary_folder / target.name
-        new_folder.mkdir()
-        yield new_folder
-        problem = _held_by_others(target, written)
+    with _Replacement.claim(target) as replacement:
+        replacement.new.mkdir()
+        yield replacement.new
+        problem = _problem_with_earlier(target, replaceable)
         if problem:
-            kept_folder = temporary_folder.with_name(f"{target.name}-{temporary_folder.name[-8:]}")
-            os.replace(new_folder, kept_folder)
+            kept_folder = target.with_name(f"{target.name}-{replacement.folder.name[-8:]}")
+            os.replace(replacement.new, kept_folder)
             raise FileExistsError(f"{problem} What was made is in {kept_folder}.")
-        if target.exists():
-            os.replace(target, temporary_folder / OLD)
-        os.replace(new_folder, target)
+        replacement.commit()
 
 
-def _held_by_others(folder: Path, written: Callable[[Path], Collection[str]] | None) -> str | None:
-    """Returns what a folder holds that is not to be replaced, as a sentence, or None."""
-    if not folder.exists():
+def _problem_with_earlier(
+    target: Path, replaceable: Callable[[Path], Collection[str]] | None
+) -> str | None:
+    """Returns a sentence about what an earlier folder holds that may not be replaced, or None."""
+    if not target.exists():
         return None
-    foreign_names = {path.name for path in folder.iterdir()}
-    if written:
-        foreign_names -= set(written(folder))
+    foreign_names = {path.name for path in target.iterdir()}
+    if replaceable:
+        foreign_names -= set(replaceable(target))
     if not foreign_names:
         return None
-    return f"{folder} holds {min(foreign_names)}, which is not to be replaced."
+    return f"{target} holds {min(foreign_names)}. It is not overwritten."
 
 
-@contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    """Yields a new folder beside `target`, locked by this process, and removes it at the end."""
-    with writing_to(target.parent):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary_folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+class _Replacement:
+    """A file or folder that is made in a temporary folder beside its place, and then moved there.
+
+    A folder that is there already is moved into the temporary folder first. If the process is
+    killed between these two moves, the next one that makes `target` does the second one: see
+    [`remove_unfinished`].
+
+    Attributes:
+        target: The place.
+        folder: The temporary folder.
+        new: The path to write to, in it.
+    """
+
+    def __init__(self, target: Path, folder: Path):
+        self.target = target
+        self.folder = folder
+        self.new = folder / target.name
+        self._old = folder / ".replaced"
+
+    @classmethod
+    @contextmanager
+    def claim(cls, target: Path) -> Iterator[Self]:
+        """Makes and locks a temporary folder. At the end of the block, it is removed."""
+        with writing_to(target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            replacement = cls(target, folder)
+            try:
+                with lock_folder(folder):
+                    yield replacement
+            finally:
+                replacement.abort()
+
+    def commit(self) -> None:
+        """Moves what was made to its place."""
+        if self.new.is_dir() and self.target.exists():
+            os.replace(self.target, self._old)
+        os.replace(self.new, self.target)
+
+    def abort(self) -> None:
+        """Removes the temporary folder. A commit that moved the earlier folder is completed."""
+        if self._old.exists() and not self.target.exists():
+            os.replace(self.new, self.target)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def is_abandoned(self) -> bool:
+        """Whether the folder holds what `claim` and `commit` put there, but not only a lock."""
+        if self.folder.is_symlink() or not self.folder.is_dir():
+            return False
         try:
-            with only_writer(temporary_folder):
-                yield temporary_folder
-        finally:
-            _clear(temporary_folder, target)
+            names_inside = {path.name for path in self.folder.iterdir()}
+        except OSError:  # another user's, or removed by now
+            return False
+        if names_inside <= {LOCK}:  # the process that made it may be about to take the lock
+            return False
+        return names_inside <= {self.new.name, self._old.name, LOCK}
 
 
 def remove_unfinished(target: Path) -> list[Path]:
     """Removes temporary folders for `target` of killed processes.
 
-    Their names end in eight letters from `tempfile`, and they hold nothing but `target`, the folder
-    that it replaces, and the lock.
+    Their names end in eight letters from `tempfile`.
 
     Returns:
         The locks of the temporary folders that are in use.
     """
     used_locks = []
-    for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
-        if not _is_unfinished(unfinished, target):
+    for folder in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
+        unfinished = _Replacement(target, folder)
+        if not unfinished.is_abandoned():
             continue
-        lock = FileLock(unfinished / LOCK, thread_local=False)
+        lock = FileLock(folder / LOCK, thread_local=False)
         try:
             lock.acquire(timeout=0)
         except OSError:  # a process has it, or another user
-            used_locks.append(unfinished / LOCK)
+            used_locks.append(folder / LOCK)
             continue
         lock.release()
-        _clear(unfinished, target)
+        unfinished.abort()
     return used_locks
-
-
-def _is_unfinished(folder: Path, target: Path) -> bool:
-    """Returns whether a folder was made by [`_temporary`] and holds more than a lock."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    try:
-        names_inside = {path.name for path in folder.iterdir()}
-    except OSError:  # another user's, or removed by now
-        return False
-    if names_inside <= {LOCK}:  # the process that made it may be about to take the lock
-        return False
-    return names_inside <= {target.name, OLD, LOCK}
-
-
-def _clear(temporary: Path, target: Path) -> None:
-    """Takes the second step of a replacement that was begun, and removes what is left."""
-    if (temporary / OLD).exists() and not target.exists():
-        os.replace(temporary / target.name, target)
-    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_not_in_run(folder: Path) -> None:
@@ -287,25 +306,24 @@ def check_not_in_run(folder: Path) -> None:
         run_folder = checkpoint.parent
         if not re.match(r"checkpoint-\d", checkpoint.name) or not _is_run(run_folder, checkpoint):
             continue
-        relation_of_parent = f"lies in {checkpoint.name}, which is"
-        relation = "is named as" if checkpoint == folder else relation_of_parent
+        relation = "is named as"
+        if checkpoint != folder:
+            relation = f"lies in {checkpoint.name},"
         raise ValueError(
-            f"{folder} {relation} a checkpoint of the run in {run_folder}, which may delete it "
+            f"{folder} {relation} a checkpoint of the run in {run_folder}. The run may delete it, "
             f"and would try to resume from it. Choose a folder outside {run_folder}, or another "
             "name in it."
         )
 
 
 def _is_run(folder: Path, candidate: Path) -> bool:
-    """Returns whether a folder holds a trained model or checkpoints of a run.
+    """Whether a folder holds a trained model or checkpoints of a run.
 
     The folder `candidate` counts as a checkpoint whatever its name is.
     """
-    for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE):
-        if (folder / file_name).is_file():
-            return True
-    checkpoints = [candidate, *folder.glob("checkpoint-*")]
-    return any((path / STATE).is_file() for path in checkpoints)
+    evidence = [folder / file_name for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE)]
+    evidence += [path / STATE for path in (candidate, *folder.glob("checkpoint-*"))]
+    return any(file.is_file() for file in evidence)
 
 
 def json_or_none(path: Path) -> Any:
@@ -324,19 +342,20 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]:
-    """Locks a folder against other processes. Creates it, and removes it if it is still empty.
+def lock_folder(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]:
+    """Locks a folder against other processes in the block.
 
-    A process that has the lock may ask for it again. The operating system releases the lock when
-    the process ends, even if it is killed.
+    The folder is created if needed, and then removed if it is still empty. A process that has the
+    lock may ask for it again. The operating system releases the lock of a killed process.
 
     Args:
         folder: The folder to lock.
-        wait: For how many seconds to wait for a process that has the lock. Results are written in
-            less; training takes longer.
+        wait: The seconds to wait for a process that has the lock. Writing results takes less, but
+            training takes longer.
 
     Raises:
         ValueError: Another process still has the lock. The message names it.
+        NotWritable: The folder cannot be made or locked.
     """
     folder = Path(folder).resolve()
     if folder in _locked_folders:
@@ -350,7 +369,7 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
         try:
             lock.acquire(timeout=wait)
         except Timeout as error:
-            raise ValueError(busy(folder, lock_file)) from error
+            raise ValueError(busy_message(folder, lock_file)) from error
     _locked_folders.add(folder)
     try:
         program = Path(sys.argv[0]).name or "python"
@@ -367,15 +386,15 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
 
 
 def check_free(folder: Path) -> None:
-    """Raises ValueError if another process has a folder's lock; a read-only folder is free."""
+    """Raises ValueError if another process has a folder's lock. A read-only folder is free."""
     if (folder / LOCK).exists() and os.access(folder, os.W_OK):
-        with only_writer(folder):
+        with lock_folder(folder):
             pass
 
 
-def busy(folder: Path, lock: Path) -> str:
-    """Returns the text of an error that names the process in a folder's file `lock`."""
+def busy_message(folder: Path, lock_file: Path) -> str:
+    """Returns the text of an error that names the process in a folder's lock file."""
     writer = "another process"
     with suppress(OSError, ValueError):
-        writer = lock.read_text("utf-8") or writer
+        writer = lock_file.read_text("utf-8") or writer
     return f"{folder} is being written to by {writer}. Wait for its end, or use another folder."

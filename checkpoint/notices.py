@@ -2,7 +2,7 @@
 """Licence texts and notices of the parts. A checkpoint has them in its folder `notices/`.
 
 `build` copies them to `notices/vision/` and `notices/language/` and names them in `build.json`, as
-`"notices": ["notices/language/LICENSE", ...]`. What carries that record along carries them too.
+`"notices": ["notices/language/LICENSE", ...]`. Commands that copy that record copy them too.
 """
 
 import re
@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .files import atomic_write
 from .opening import FAILURES
-from .untrusted import files_of
+from .untrusted import fetch_files
 
 
 logger = logging.get_logger(__name__)
@@ -36,40 +36,34 @@ _TEXTS = ("", ".txt", ".md", ".rst")
 _CARRIED = re.compile(r"notices/(vision|language)/[-\w. ]+")
 
 
-def notices_of_part(name: str, revision: str | None) -> dict[str, bytes]:
+def fetch_part_notices(name: str, revision: str | None) -> dict[str, bytes]:
     """Returns licence texts and notices in a part's folder or Hub repository, by name.
 
     Files of text with such names count, up to [`LARGEST_NOTICE`] bytes. Warns if the Hub cannot be
     asked for them.
     """
-    file_sizes = {}
+    file_names = []
     folder = Path(name)
     if folder.is_dir():
-        for path in folder.iterdir():
-            if path.is_file():
-                file_sizes[path.name] = path.stat().st_size
+        file_names = [path.name for path in folder.iterdir() if path.is_file()]
     else:
         try:
             for entry in HfApi().list_repo_tree(name, revision=revision):
-                if isinstance(entry, RepoFile):
-                    file_sizes[entry.path] = entry.size
+                if isinstance(entry, RepoFile) and entry.size <= LARGEST_NOTICE:
+                    file_names.append(entry.path)
         except FAILURES as error:
             reason = str(error).partition("\n")[0]
             logger.warning(f"The licence and notices of {name} could not be fetched: {reason}")
             return {}
-    chosen_paths = []
-    for notice_path, notice_size in sorted(file_sizes.items()):
-        if _is_notice(notice_path) and notice_size <= LARGEST_NOTICE:
-            chosen_paths.append(notice_path)
-    return _contents(name, chosen_paths, revision)
+    return _fetch_contents(name, sorted(filter(_is_notice, file_names)), revision)
 
 
-def checkpoint_notices(
+def fetch_notices(
     build: Mapping[str, Any] | None, name: str, revision: str | None = None
 ) -> dict[str, bytes]:
     """Returns the notices that the record `build.json` of a checkpoint names, by path.
 
-    Names that are no place for a notice are left out, and so are files that are missing.
+    Names outside `notices/` are left out, and so are missing files.
 
     Args:
         build: The record.
@@ -80,7 +74,7 @@ def checkpoint_notices(
     if not isinstance(named_paths, list):
         return {}
     chosen_paths = [path for path in named_paths if isinstance(path, str) and _is_carried(path)]
-    return _contents(name, chosen_paths, revision)
+    return _fetch_contents(name, chosen_paths, revision)
 
 
 def place_of(part: str, name: str) -> str:
@@ -98,22 +92,22 @@ def write_notices(folder: Path, notices: Mapping[str, bytes]) -> None:
 
 
 def _is_notice(name: str) -> bool:
-    """Returns whether a part's file is a licence text or a notice, by its name."""
+    """Whether a part's file is a licence text or a notice, by its name."""
     suffix = Path(name).suffix
     is_text = suffix.lower() in _TEXTS or suffix[1:].isdigit() or suffix.isupper()
     return is_text and _NAME.fullmatch(name) is not None
 
 
 def _is_carried(path: str) -> bool:
-    """Returns whether [`place_of`] puts a notice at a path."""
+    """Whether [`place_of`] puts a notice at a path."""
     return _CARRIED.fullmatch(path) is not None and _is_notice(Path(path).name)
 
 
-def _contents(name: str, paths: list[str], revision: str | None) -> dict[str, bytes]:
+def _fetch_contents(name: str, paths: list[str], revision: str | None) -> dict[str, bytes]:
     """Returns the contents of those files that exist and are small."""
     contents = {}
     for path in paths:
-        for file in files_of(name, [path], revision):
+        for file in fetch_files(name, [path], revision):
             if file.stat().st_size <= LARGEST_NOTICE:
                 contents[path] = file.read_bytes()
     return contents

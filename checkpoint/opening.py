@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds, checks and loads checkpoints, all their files at one commit; reads cards and records."""
+"""Finds, checks and loads checkpoints, with all files at one commit. Reads cards and records."""
 
 import copy
 import os
@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import install
+from ..extras import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
 from .prompts import fix_date, stop_as_trained
-from .untrusted import AGAIN, check_files, check_weights, files_of, loading
+from .untrusted import AGAIN, check_files, fetch_checked_weights, fetch_files, refuse_unreadable
 
 
 logger = logging.get_logger(__name__)
@@ -50,7 +49,7 @@ class Checkpoint:
 
     Attributes:
         name: The folder or Hub id.
-        revision: The commit at which its files are read; None for a folder.
+        revision: The commit to read its files at. None for a folder.
         stored: The content of its `config.json`.
         trust_remote_code: Whether code that comes with it may run.
     """
@@ -69,7 +68,7 @@ class Checkpoint:
         return self.read_config(AutoConfig)
 
     def read_config(self, cls: Any) -> Any:
-        with loading(f"The configuration of {self.name}"):
+        with refuse_unreadable(f"The configuration of {self.name}"):
             return cls.from_pretrained(self.name, **self._read_at)
 
     @property
@@ -80,7 +79,7 @@ class Checkpoint:
     def processor(self) -> LlavaProcessor:
         """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date."""
         processor = self.preprocessor(AutoProcessor)
-        with loading(f"The processor of {self.name}"):
+        with refuse_unreadable(f"The processor of {self.name}"):
             if self.stored:
                 self.check_image_token(processor)
             check_processor(processor)
@@ -101,14 +100,12 @@ class Checkpoint:
         kind = kinds_by_class.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
-            with loading(f"The {kind} of {self.name}", remedy=remedy):
+            with refuse_unreadable(f"The {kind} of {self.name}", remedy=remedy):
                 preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
-            text = str(error).lower()  # in several wordings
             for package in ("torchvision", "num2words"):
-                if package in text and find_spec(package) is None:
-                    problem = f"The {kind} of {self.name} needs {package}, which is not installed"
-                    raise ImportError(f"{problem}. {install('vision')}.") from error
+                if package in str(error).lower():  # in several wordings
+                    check_installed(package, "vision", f"The {kind} of {self.name}")
             raise
         if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
@@ -116,8 +113,11 @@ class Checkpoint:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of its files of weights, which are fetched and checked once."""
-        files = check_weights(self.name, self.revision)
+        """The bytes of its files of weights. They are fetched and checked once.
+
+        Raises ValueError and OSError as [`fetch_checked_weights`] does.
+        """
+        files = fetch_checked_weights(self.name, self.revision)
         return sum(file.stat().st_size for file in files)
 
     def load(
@@ -128,36 +128,37 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Loads the model.
+        """Loads the model, after its files of weights were fetched and checked.
 
         Args:
             cls: The class whose `from_pretrained` is called.
-            dtype: The dtype of the weights; "auto" keeps the dtype in the files.
+            dtype: The dtype of the weights. "auto" keeps the dtype in the files.
             config: The configuration of a part, in place of the checkpoint's own.
             kwargs: Further arguments of `from_pretrained`.
 
         Raises:
             ValueError: The files are damaged, or tensors are missing.
+            OSError: The Hub cannot be reached.
         """
         stored_bytes = self.weight_bytes  # the files are checked, whatever follows
         # ZeRO-3 would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > 4 * stored_bytes + 2**24:  # those of 2 bits, and those of the norm
+            if parameters > 4 * stored_bytes + 2**24:  # 2 bits each, and the norm's
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
-            with loading(f"The model {self.name}"):
+            with refuse_unreadable(f"The model {self.name}"):
                 model, loading_info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
         self._check_tensors(cls.__name__, loading_info, is_part=config is not None)
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
-            # Checkpoints that were made before know only the language model's ends.
-            with suppress(OSError, ValueError):  # it has no processor, and whoever loads it has one
+            # Older checkpoints have only the language model's ends.
+            with suppress(OSError, ValueError):  # without a processor, its loader has one
                 stop_as_trained(model, self.processor)
         return model
 
@@ -168,20 +169,21 @@ class Checkpoint:
         """
         unexpected_names = _unless_optional(loading_info["unexpected_keys"])
         if unexpected_names and not is_part:
-            listed = f"{class_name}: {', '.join(unexpected_names[:10])}"
-            problem = f"{self.name} has {len(unexpected_names)} tensors"
-            logger.warning(f"{problem} that are not of {listed}.")
+            logger.warning(
+                f"{self.name} has {len(unexpected_names)} tensors that are not of {class_name}: "
+                f"{', '.join(unexpected_names[:10])}."
+            )
         missing_names = _unless_optional(loading_info["missing_keys"])
         if missing_names:
-            listed = f"{class_name}: {', '.join(missing_names[:10])}"
-            raise ValueError(f"{self.name} lacks {len(missing_names)} tensors of {listed}.")
+            raise ValueError(
+                f"{self.name} lacks {len(missing_names)} tensors of {class_name}: "
+                f"{', '.join(missing_names[:10])}."
+            )
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-        """Returns the model that [`load`] makes, on meta."""
-        options = {}
-        if self.trust_remote_code:
-            options["trust_remote_code"] = True
-        with loading(f"The configuration of {self.name}"), torch.device("meta"):
+        """Returns the model that [`load`] makes, on meta. Raises ValueError if that fails."""
+        options = {"trust_remote_code": True} if self.trust_remote_code else {}
+        with refuse_unreadable(f"The configuration of {self.name}"), torch.device("meta"):
             model_config = copy.deepcopy(config or self.config)
             if type(model_config) is getattr(cls, "config_class", None):
                 return cls._from_config(model_config, **options)
@@ -197,20 +199,26 @@ def _unless_optional(names: Iterable[str]) -> list[str]:
 def open_checkpoint(
     name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> Checkpoint:
-    """Finds a checkpoint and checks its files but the weights. Loads nothing and runs no code."""
+    """Finds a checkpoint and checks its files but the weights. Loads nothing and runs no code.
+
+    Raises ValueError and OSError as [`find_checkpoint`] and [`check_files`] do.
+    """
     source, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(source, commit, check_files(source, commit))
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """Returns the number of image tokens for an image.
+    """Checks that prompt, processor and model agree on the image tokens for an image.
 
     Args:
         processor: The processor.
-        model: A model whose image features are counted, too.
+        model: A model whose image features are counted too.
+
+    Returns:
+        The number of image tokens.
 
     Raises:
-        ValueError: Prompt, processor and model do not agree on the number.
+        ValueError: The numbers differ.
     """
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
@@ -234,13 +242,13 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
 FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client and of cards
 
 
-def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
-    """Returns the licence in a model's card, or None if it names none.
+def fetch_licence(name: str, revision: str | None = None) -> dict[str, str | None] | None:
+    """Reads the licence in a model's card. Returns None if it names no licence.
 
     The keys are `license`, `license_name` and `license_link`, as in its metadata. Several licences
     become "other", with all of them in `license_name`. A relative link becomes absolute, or None.
     """
-    card, _ = _card(name, revision, "model")
+    card, _ = _read_card(name, revision, "model")
     licence = card.get("license")
     licence_name = card.get("license_name")
     if isinstance(licence, list) and len(licence) > 1:
@@ -264,11 +272,11 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
-    """Returns what the Hub has of a data set now.
+    """Fetches what the Hub has of a data set now.
 
     The keys are `id`, `revision` (the commit), and the `license` and `language` of its card.
     """
-    card, commit = _card(name, None, "dataset")
+    card, commit = _read_card(name, None, "dataset")
     if commit is None:
         with suppress(*FAILURES):
             commit = HfApi().dataset_info(name).sha
@@ -282,10 +290,10 @@ def hub_dataset(name: str) -> dict[str, Any]:
 
 
 def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the JSON object in a file of a checkpoint folder or Hub repository, or None."""
+    """Reads the JSON object in a file of a checkpoint. Returns None if there is not one."""
     files: list[Path] = []
     with suppress(*FAILURES):
-        files = files_of(checkpoint, [name], revision)
+        files = fetch_files(checkpoint, [name], revision)
     for file in files:
         content = json_or_none(file)
         if isinstance(content, dict):
@@ -293,8 +301,8 @@ def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict
     return None
 
 
-def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
-    """Returns the metadata of a card, and its commit if it is on the Hub."""
+def _read_card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
+    """Returns the metadata of a card, and its commit if it is on the Hub. It may be empty."""
     commit = None
     try:
         if kind == "model" and os.path.isdir(name):

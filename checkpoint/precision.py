@@ -31,11 +31,11 @@ LIMITS = {
 """Files with the limit and the usage of a control group, by the folder of its version."""
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-"""bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
+"""bitsandbytes' settings of `load_in_4bit`, in training and everywhere else, as in QLoRA."""
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Returns the dtype of this name, or `"auto"`; raises ValueError on another name."""
+    """Returns the dtype of a name, and `"auto"` for `"auto"`. Raises ValueError on other names."""
     dtypes = {"auto": "auto", "float32": torch.float32, **HALVES}
     if dtype in dtypes:
         return dtypes[dtype]
@@ -45,14 +45,14 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
-    """Returns whether a device multiplies matrices 1.5 times as fast in half precision.
+    """Returns whether half precision is fast on a device: 1.5 times as fast as float32 on a CPU.
 
-    A CPU is measured once in a process, since many only emulate bfloat16. GPUs are asked; one that
-    only emulates bfloat16, such as a T4, counts as slow.
+    A CPU is measured once in a process, since many only emulate bfloat16. A GPU that only emulates
+    it, such as a T4, is slow.
 
     Args:
-        dtype: bfloat16 or float16, to compare with float32.
-        device: The type of the device; by default the accelerator's, or else "cpu".
+        dtype: bfloat16 or float16.
+        device: The type of the device. By default, this is the accelerator's, or else "cpu".
     """
     if device is None:
         device = "cpu"
@@ -82,35 +82,30 @@ def compute_dtype() -> torch.dtype:
 
 
 def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
-    """Returns how to load a model in 4 bits: its decoder's layers, as in training.
+    """Returns how to load a model with its decoder's layers in 4 bits, as in training.
 
     Args:
-        model: The model; it may lie on meta.
-        dtype: The dtype of products and of the rest of the model; "auto" is [`compute_dtype`].
+        model: The model. It may lie on meta.
+        dtype: The dtype of products and of the rest of the model. "auto" is [`compute_dtype`].
     """
     if dtype == "auto":
         dtype = compute_dtype()
     decoder = model.get_decoder()
-    decoder_path = next(path for path, module in model.named_modules() if module is decoder)
     # Modules beside the decoder and what holds it, such as `lm_head` and `model.vision_tower`.
     outside_modules = []
-    holder = model
-    prefix = ""
-    for child_name in decoder_path.split(".") if decoder_path else ():
-        for module_name, _ in holder.named_children():
-            if module_name != child_name:
-                outside_modules.append(prefix + module_name)
-        holder = holder.get_submodule(child_name)
-        prefix += f"{child_name}."
-    settings = {**NF4, "bnb_4bit_compute_dtype": dtype}
-    return BitsAndBytesConfig(**settings, llm_int8_skip_modules=outside_modules or None)
+    for path, holder in model.named_modules():
+        if decoder not in holder.modules() or holder is decoder:
+            continue
+        for name, module in holder.named_children():
+            if decoder not in module.modules():
+                outside_modules.append(f"{path}.{name}".removeprefix("."))
+    return BitsAndBytesConfig(
+        **NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outside_modules or None
+    )
 
 
 def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:
-    """Returns bitsandbytes' settings in words.
-
-    For instance "4-bit NF4, double quantization, products in bfloat16".
-    """
+    """Returns settings in words: "4-bit NF4, double quantization, products in bfloat16"."""
     if not settings:
         return "not quantized"
     if not settings.get("load_in_4bit"):
@@ -125,7 +120,7 @@ def quantization_name(settings: dict[str, Any] | None, *, products: bool = True)
 
 
 def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> None:
-    """Warns in one line if a precision that was asked for is slow on this device."""
+    """Warns if a precision that was asked for is slow on this device."""
     dtype_name = _name(dtype)
     if dtype_name in HALVES and not half_precision_pays(HALVES[dtype_name], device):
         problem = f"This machine only emulates {dtype_name}"
@@ -138,7 +133,8 @@ def dtype_to_load(
     """Returns the dtype to load a model in, to run it on this machine.
 
     A CPU that only emulates the checkpoint's precision runs float32 if that fits into free memory,
-    else bfloat16 if it is fast in that, else the checkpoint's own, mapped from files, not copied.
+    or else bfloat16 if it is fast in that. Otherwise it runs the checkpoint's own. Its weights are
+    then mapped from files, not copied. Warns if the model will be slow.
 
     Args:
         dtype: The dtype that was asked for. Only "auto" is changed.
@@ -166,16 +162,16 @@ def dtype_to_load(
 
 
 def emulates_float16(model: PreTrainedModel) -> bool:
-    """Returns whether a CPU only emulates a model's float16, but is fast in bfloat16."""
+    """Whether a CPU only emulates a model's float16, but is fast in bfloat16."""
     if model.device.type != "cpu" or model.dtype != torch.float16:
         return False
     return half_precision_pays(device="cpu") and not half_precision_pays(torch.float16, "cpu")
 
 
 class ProductsInBfloat16(TorchFunctionMode):
-    """A context in which float16 products are computed in bfloat16, with float16 results.
+    """In this context, float16 products are computed in bfloat16. Their results are float16.
 
-    Weights are cast in each product: that pays for passes of many tokens, not for generation.
+    Weights are cast in each product. That pays for passes of many tokens, not for generation.
     """
 
     PRODUCTS = (
@@ -209,7 +205,10 @@ def memory_limit() -> int:
 
 
 def free_memory() -> int:
-    """Returns the bytes free for this process in machine and containers; pages of files count."""
+    """Returns the bytes that are free for this process, in the machine and in its containers.
+
+    Memory with pages of files counts as free.
+    """
     free_bytes = [psutil.virtual_memory().available]
     for folder, (limit_file, usage_file) in _containers():
         with suppress(OSError, ValueError, KeyError):  # there is none, or no limit: "max"
@@ -226,7 +225,7 @@ def _containers() -> Iterator[tuple[Path, tuple[str, str]]]:
     """Yields folders of this process's control groups up to the root, with their `LIMITS`.
 
     `/proc/self/cgroup` has a line for each hierarchy: `0::PATH` of version 2, and of version 1
-    `NUMBER:memory:PATH`. In a container the path may be the host's, which is not there.
+    `NUMBER:memory:PATH`. In a container, the path may be the host's and not exist.
     """
     group_paths = {"": "/", "memory": "/"}
     with suppress(OSError):
@@ -246,10 +245,7 @@ def _containers() -> Iterator[tuple[Path, tuple[str, str]]]:
 
 @cache
 def _seconds() -> dict[str, float]:
-    """Returns the shortest time of a product of matrices by precision.
-
-    Their sizes are common in training.
-    """
+    """Measures products of matrices, of sizes as in training. Returns the shortest by precision."""
     seconds: dict[str, float] = {}
     for _ in range(5):  # in turn, since what else the machine does may change
         for dtype_name, dtype in {"float32": torch.float32, **HALVES}.items():

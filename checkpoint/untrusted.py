@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of checkpoints from other people: no code runs, no file outside their folder is read.
 
-Commands call [`check_files`] before transformers reads a checkpoint, [`check_weights`] before its
-model is built, and read inside [`loading`]. `docs/security.md` lists what each command opens.
+Commands call [`check_files`] before transformers reads a checkpoint, [`fetch_checked_weights`]
+before its model is built, and read inside [`refuse_unreadable`]. `docs/security.md` lists what each
+command opens.
 """
 
 import json
@@ -18,7 +19,8 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import device_error, first_cause, is_panic
+from ..devices import device_error, first_cause
+from ..errors import is_panic
 from .files import ADAPTER_CONFIG, INDEX, WEIGHTS
 
 
@@ -44,45 +46,48 @@ _OTHER_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_f
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Checks all files but the weights, before transformers reads them.
+    """Checks all files but the weights, before transformers reads them. Fetches them from the Hub.
 
     Args:
         checkpoint: A folder or Hub id.
         revision: A branch, tag or commit of the Hub.
 
     Returns:
-        The content of `config.json`; empty for an adapter.
+        The content of `config.json`. It is empty for an adapter.
 
     Raises:
         ValueError: A file is not valid JSON, is a link out of the folder, or names code or another
             file to read, or there is a model and an adapter.
+        OSError: The Hub cannot be reached.
     """
     _check_links(Path(checkpoint))
-    setting_files = files_of(checkpoint, _SETTINGS, revision)
+    setting_files = fetch_files(checkpoint, _SETTINGS, revision)
     settings = {file.name: json_object(file.read_bytes(), str(file)) for file in setting_files}
     if "config.json" in settings and ADAPTER_CONFIG in settings:
-        both_files = f"{checkpoint} has both config.json and {ADAPTER_CONFIG}"
-        raise ValueError(f"{both_files}. In a copy, remove the one that you do not want to use.")
+        raise ValueError(
+            f"{checkpoint} has both config.json and {ADAPTER_CONFIG}. In a copy, remove the one "
+            "that you do not want to use."
+        )
     named_code = [*_own_code(Path(checkpoint), settings), *_kernels(settings)]
     if named_code:
-        problem = f"{checkpoint} names code that this package has no use for"
         raise ValueError(
-            f"{problem}: {', '.join(named_code)}. None of it was run. Remove that, or use another "
-            "checkpoint."
+            f"{checkpoint} requests custom code: {', '.join(named_code)}. None of it was run. "
+            "Remove these entries, or use another checkpoint."
         )
     for file in setting_files:
         other_files = settings[file.name].keys() & _OTHER_FILES
         if other_files:
-            problem = f"{min(other_files)} names files to read in place of others"
-            raise ValueError(f"{file}: {problem}. Remove it.")
+            raise ValueError(
+                f"{file}: {min(other_files)} names files to read in place of others. Remove it."
+            )
     return settings.get("config.json", {})
 
 
 def _check_links(folder: Path) -> None:
-    """Checks all files in a folder, since records are copied and results are written."""
+    """Raises ValueError for a link out of a folder, since records are copied and written there."""
     for parent, folders, file_names in os.walk(str(folder)):
         for file_name in (*folders, *file_names):
-            check_inside(Path(parent, file_name), folder)
+            _check_inside(Path(parent, file_name), folder)
         # Not .git and .venv.
         folders[:] = [name for name in folders if not name.startswith(".")]
 
@@ -104,55 +109,57 @@ def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _kernels(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the settings that name code which the package `kernels` would fetch from the Hub."""
+    """Yields the settings that name code on the Hub for the package `kernels` to fetch and run."""
     for file_name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
         for setting, setting_value in _items(settings.get(file_name)):
             if "_implementation" in setting and "/" in str(setting_value):
                 yield f"{setting} {setting_value} in {file_name}"
 
 
-def check_weights(
+def fetch_checked_weights(
     checkpoint: str | os.PathLike,
     revision: str | None = None,
     choose_tensor: Callable[[Iterable[str]], str] | None = None,
 ) -> list[Path]:
-    """Checks that the files of weights are whole, and in the folder. Files on the Hub are fetched.
+    """Returns the files of weights. Fetches them from the Hub, and checks that they are whole.
 
     Args:
         checkpoint: A folder or Hub id.
         revision: A branch, tag or commit of the Hub.
-        choose_tensor: Chooses a name of a tensor in an index. Only the file with this tensor is
-            read. By default all files are.
-
-    Returns:
-        The files of weights.
+        choose_tensor: Chooses a tensor among the names in an index. Only its file is fetched and
+            checked. By default, all files are.
 
     Raises:
-        ValueError: There are no weights in safetensors, or they lie elsewhere or are damaged.
+        ValueError: Weights in safetensors are missing, damaged, or outside the folder.
+        OSError: The Hub cannot be reached.
     """
-    weights = files_of(checkpoint, [WEIGHTS], revision)
+    weights = fetch_files(checkpoint, [WEIGHTS], revision)
     if not weights:
-        for index in files_of(checkpoint, [INDEX], revision):
+        for index in fetch_files(checkpoint, [INDEX], revision):
             file_names = _names_in_index(index, choose_tensor)
-            weights = files_of(checkpoint, file_names, revision)
+            weights = fetch_files(checkpoint, file_names, revision)
             missing_names = sorted(set(file_names) - {file.name for file in weights})
             if missing_names:
-                missing = ", ".join(missing_names)
-                raise ValueError(f"{index} names {missing}, which is missing. {AGAIN}")
+                raise ValueError(
+                    f"{index} names missing files: {', '.join(missing_names)}. {AGAIN}"
+                )
     if not weights:
         raise ValueError(
             f"{checkpoint} has no weights in safetensors: neither {WEIGHTS} nor {INDEX}. Pickles "
             "can run code: load the model where you trust it, and save it again."
         )
     for file in weights:
-        check_inside(file)
-        with loading(str(file)), safe_open(file, "pt"):
+        _check_inside(file)
+        with refuse_unreadable(str(file)), safe_open(file, "pt"):
             pass
     return weights
 
 
 def _names_in_index(index: Path, choose_tensor: Callable[[Iterable[str]], str] | None) -> list[str]:
-    """Returns the names of all files in an index, or of the file with the tensor to choose."""
+    """Reads the names of all files in an index, or of the file with the chosen tensor.
+
+    Raises ValueError if the index is damaged, or names files elsewhere.
+    """
     weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
     file_names = []
     if isinstance(weight_map, dict):
@@ -164,18 +171,20 @@ def _names_in_index(index: Path, choose_tensor: Callable[[Iterable[str]], str] |
     return sorted(set(file_names))
 
 
-def check_inside(file: Path, folder: Path | None = None) -> None:
+def _check_inside(file: Path, folder: Path | None = None) -> None:
     """Raises ValueError for a pipe, a device, or a link out of `folder`, by default the file's."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
     folder = folder or file.parent
     if not is_inside(file, folder.resolve()):
-        problem = f"{file} is a link out of its folder, to {os.path.realpath(file)}"
-        raise ValueError(f"{problem}. Remove it, or copy the folder without links: `cp -rL`.")
+        raise ValueError(
+            f"{file} is a link out of its folder, to {os.path.realpath(file)}. Remove it, or copy "
+            "the folder without links: `cp -rL`."
+        )
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Returns whether `path` lies in `folder`, or in the blobs of the Hub's cache beside it."""
+    """Whether `path` lies in `folder`, or in the blobs of the Hub's cache beside it."""
     real_path = Path(os.path.realpath(path))  # unlike resolve(), without error for a link to itself
     if folder.parent.name == "snapshots" and real_path.parent == folder.parents[1] / "blobs":
         return True
@@ -183,10 +192,14 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 @contextmanager
-def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
-    """Turns errors of reading other people's files into ValueErrors whose subject is `what`.
+def refuse_unreadable(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
+    """Turns errors in the block, of reading other people's files, into ValueErrors about `what`.
 
-    OSError and ImportError stay, as do errors of a device, of a library of kernels, and of memory.
+    OSErrors and ImportErrors stay as they are, and so do errors of GPUs, kernels and memory.
+
+    Args:
+        what: The subject of the message, such as "The model X".
+        remedy: A sentence that says what to do.
     """
     try:
         yield
@@ -196,22 +209,20 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
         if device_error(error):  # no fault of the file
             error.add_note(f"loading {what[0].lower()}{what[1:]}")
             raise
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        if _is_for_people(error):
+        if not (isinstance(error, Exception) or is_panic(error)) or _is_ours(error):
             raise
         cause, _ = first_cause(error)
         reason = " ".join(cause.split())
         if "trust_remote_code" in reason:
-            raise ValueError(f"{what} needs code that comes with it, which is not run.") from error
+            raise ValueError(f"{what} needs code that comes with it. It is not run.") from error
         reason = reason[:600].rstrip(".")
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{what} cannot be loaded: {reason}. {remedy}") from error
 
 
-def _is_for_people(error: BaseException) -> bool:
-    """Returns whether an error was raised by this package, so that its text is a sentence."""
+def _is_ours(error: BaseException) -> bool:
+    """Whether an error was raised by this package, so that its text is a sentence."""
     # bytes.decode has no frame of its own, so its error looks like one of ours.
     if not isinstance(error, ValueError) or isinstance(error, UnicodeError):
         return False
@@ -221,7 +232,7 @@ def _is_for_people(error: BaseException) -> bool:
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
-    """Returns the object in a JSON file called `where`; ValueError if it holds anything else."""
+    """Parses the object in a JSON file's content. Raises ValueError if it holds anything else."""
     try:
         value = json.loads(content)
     except ValueError as error:
@@ -231,7 +242,9 @@ def json_object(content: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def files_of(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:
+def fetch_files(
+    checkpoint: str | os.PathLike, names: list[str], revision: str | None
+) -> list[Path]:
     """Returns the files of these names that exist. Files on the Hub are fetched."""
     cached_paths = cached_files(
         str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False

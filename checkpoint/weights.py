@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights on disk: language model, vision tower and projector in files of their own, and an index.
 
-Tensors are written one at a time, so no model need be in memory; `safetensors` writes whole files.
+Tensors are written one at a time, so that a model need not be in memory. `safetensors` by itself
+writes whole files.
 """
 
 import json
@@ -17,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, stored_tensors
 from .files import INDEX, WEIGHTS, atomic_write, write_json
-from .untrusted import files_of
+from .untrusted import fetch_files
 
 
 SHARD_BYTES = 5 * 10**9  # most bytes of one file, unless one tensor has more
@@ -41,7 +42,7 @@ _DTYPES = {
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Hides the progress bar of `save_pretrained`, which would show that no file is written."""
+    """Hides the progress bar of `save_pretrained`. It would show that no file is written."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -62,7 +63,7 @@ def save_model(
     Args:
         model: The model.
         folder: The folder of the new checkpoint.
-        layout: The tensors to write; by default those of the model.
+        layout: The tensors to write. By default, all of the model's.
         options: Further arguments of [`write_weights`].
     """
     with no_progress_bar():
@@ -70,26 +71,12 @@ def save_model(
     write_weights(folder, layout or stored_tensors(model), **options)
 
 
-def stored_tensors(
-    model: NormAlignLlavaForConditionalGeneration, state_dict: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Returns the tensors that `save_pretrained` stores: norms in float32, tied weights once."""
-    if state_dict is None:
-        state_dict = model.state_dict()
-    tensors = {}
-    for tensor_name, tensor in state_dict.items():
-        tensors[tensor_name] = tensor.float() if "projector.norm." in tensor_name else tensor
-    if model.lm_head.weight is model.get_input_embeddings().weight:
-        tensors.pop("lm_head.weight", None)
-    return tensors
-
-
 class SafetensorsWriter:
     """Writes a safetensors file one tensor at a time.
 
     Args:
         file: The open file.
-        layout: All of its tensors by name, for shapes and dtypes; they may be on meta.
+        layout: All of its tensors by name, for shapes and dtypes. They may be on meta.
     """
 
     def __init__(self, file: BinaryIO, layout: Mapping[str, Tensor]):
@@ -98,7 +85,7 @@ class SafetensorsWriter:
         self._starts = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         data_end = 0
-        # Tensors have no gaps. Sorted by the size of their numbers, all of them are aligned.
+        # Without gaps between them, tensors are aligned if sorted by the size of their numbers.
         for tensor_name in sorted(layout, key=lambda name: (-layout[name].itemsize, name)):
             tensor = layout[tensor_name]
             self._starts[tensor_name] = data_end
@@ -133,13 +120,14 @@ def write_weights(
 
     Args:
         folder: The folder of a checkpoint.
-        layout: All tensors by name, for shapes and dtypes; they may be on meta.
-        values: All names and values, in any order, to cast to those dtypes. Default: the values in
-            `layout`.
+        layout: All tensors by name, for shapes and dtypes. They may be on meta.
+        values: All names and values, in any order, to cast to those dtypes. By default, these are
+            the tensors of `layout`.
         linked: Files to link in place of writing, or copy if that fails: see [`unchanged_files`].
 
     Raises:
         ValueError: A tensor has no value.
+        NotWritable: The folder is read-only, or the disk is full.
     """
     shards = shards_of(layout)
     linked = linked or {}
@@ -191,18 +179,18 @@ def _write_index(
 def unchanged_files(
     layout: Mapping[str, Tensor], frozen: Collection[str], folders: Sequence[Path]
 ) -> dict[str, Path]:
-    """Returns files of weights that need not be written, since an earlier checkpoint has them.
+    """Returns files of frozen modules in earlier checkpoints that need not be written again.
 
-    Such a file holds a frozen module. Its tensors have the same names, shapes and dtypes. Unless
-    `layout` is on meta, [`COMPARED_ROWS`] rows of each tensor, the first and the last among them,
-    have the same numbers. To compare all numbers would be as slow as to write them.
+    Tensors in them have the same names, shapes and dtypes as in `layout`. Unless `layout` is on
+    meta, [`COMPARED_ROWS`] rows of each tensor are read and have the same numbers. Comparing all
+    numbers would be as slow as writing them.
 
     Args:
         layout: The tensors to write, by name.
         frozen: The modules that are not trained.
         folders: The checkpoints that may have the files, the preferred one first.
     """
-    unchanged = dict[str, Path]()
+    unchanged = {}
     for file_name, tensor_names in shards_of(layout).items():
         if module_of_file(tensor_names[0]) not in frozen:
             continue
@@ -215,9 +203,12 @@ def unchanged_files(
     return unchanged
 
 
-def index_folder(name: str, revision: str | None) -> list[Path]:
-    """Returns the folder of a checkpoint's index, or nothing if its weights are in one file."""
-    return [index.parent for index in files_of(name, [INDEX], revision)]
+def fetch_index_folder(name: str, revision: str | None) -> list[Path]:
+    """Returns the folder of a checkpoint's index, or an empty list if it has one file of weights.
+
+    The index is fetched from the Hub.
+    """
+    return [index.parent for index in fetch_files(name, [INDEX], revision)]
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -244,12 +235,12 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def size_of(layout: Mapping[str, Tensor]) -> int:
-    """Returns the bytes of all tensors of a layout, which may lie on meta."""
+    """Returns the bytes of all tensors of a layout. They may lie on meta."""
     return sum(tensor.nbytes for tensor in layout.values())
 
 
 def free_space(folder: Path) -> int:
-    """Returns the free bytes on the file system of a folder, which need not exist."""
+    """Returns the free bytes on the file system of a folder. The folder need not exist."""
     folder = folder.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -257,7 +248,7 @@ def free_space(folder: Path) -> int:
 
 
 def check_space(folder: Path, size: int, remedy: str) -> None:
-    """Raises ValueError if there is less space for a folder than `size` bytes."""
+    """Raises ValueError if fewer than `size` bytes are free for a folder."""
     free_bytes = free_space(folder)
     if free_bytes < size:
         raise ValueError(
@@ -275,27 +266,27 @@ def module_of_file(tensor: str) -> str:
 
 
 def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a file has these tensors, by their description and a sample of numbers."""
+    """Reads whether a file has these tensors, by their description and a sample of numbers."""
     with safe_open(path, "pt") as file:
         if set(file.keys()) != set(tensors):
             return False
         slices = {name: file.get_slice(name) for name in tensors}
         for tensor_name, tensor in tensors.items():
-            if slices[tensor_name].get_dtype() != _DTYPES[tensor.dtype]:
-                return False
-            if slices[tensor_name].get_shape() != list(tensor.shape):
+            stored = slices[tensor_name]
+            description = (stored.get_dtype(), stored.get_shape())
+            if description != (_DTYPES[tensor.dtype], list(tensor.shape)):
                 return False
         for tensor_name, tensor in tensors.items():
-            if not tensor.is_meta and not _same_rows(slices[tensor_name], tensor):
+            if not tensor.is_meta and not _has_same_rows(slices[tensor_name], tensor):
                 return False
     return True
 
 
-def _same_rows(stored: Any, tensor: Tensor) -> bool:
-    """Returns whether a slice of a file has a tensor's numbers, in rows spread over it."""
+def _has_same_rows(stored: Any, tensor: Tensor) -> bool:
+    """Whether a slice of a file has a tensor's numbers, in rows that are spread over it."""
     if not tensor.ndim:
         return torch.equal(stored[...], tensor.cpu())
-    rows = tensor.shape[0]
+    rows = len(tensor)
     for row in torch.linspace(0, rows - 1, min(rows, COMPARED_ROWS)).long().tolist():
         if not torch.equal(stored[row : row + 1], tensor[row : row + 1].cpu()):
             return False

@@ -16,11 +16,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from ..data.rows.forms import columns as columns_of, image_name, known_row, unread_image
+from ..console import printable
+from ..data.rows.forms import filled_columns, image_name, known_row, unread_image
 from ..data.rows.images import decode_image
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
-from ..errors import printable
 from ..evaluation.answering import model_inputs, user_turn
 from ..evaluation.questions import label_of_data, row_name, text_of
 from ..fetched.easy_vqa import held_out
@@ -149,7 +149,7 @@ def _read_shuffled(
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         row_count = len(source.data)
         order = rng.sample(range(row_count), row_count)
-        return chain.from_iterable(source.rows(row, 1) for row in order)
+        return chain.from_iterable(source.rows_at([row]) for row in order)
     first_rows = islice(source, limit)
     rows = list(track(first_rows, f"reading {source.name}", total=limit))
     rng.shuffle(rows)
@@ -198,5 +198,5 @@ def _require_usable(name: str, raw: Any, source: Source) -> Sample | None:
             question = printable(text_of(turn))
             break
     if not question:
-        raise ValueError(f"{name} has no question. It has the columns {columns_of(raw)}.")
+        raise ValueError(f"{name} has no question. It has the columns {filled_columns(raw)}.")
     return Sample(name, question, image)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from ..checkpoint.files import DYNAMICS, finished_folder
 from ..checkpoint.precision import ProductsInBfloat16, emulates_float16, torch_dtype
-from ..errors import Printed
+from ..console import Printed
 from ..models import ModelHandle, require_processor, resolve_model
 from .data import Sample, Samples, batches, load_samples
 from .figures import draw

@@ -11,8 +11,9 @@ from typing import Any
 from rich.progress import Progress
 from transformers import PreTrainedModel, ProcessorMixin
 
+from ..console import Console, escaped
 from ..data.rows.images import decode_image
-from ..errors import Console, escaped, writing_to
+from ..errors import writing_to
 from ..models import ModelHandle, require_processor, resolve_model
 from .answering import (
     AnswerStream,

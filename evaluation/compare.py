@@ -18,7 +18,7 @@ from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.precision import quantization_name
-from ..errors import Printed
+from ..console import Printed
 from .results import EVALUATION, Evaluation, read_evaluations, read_samples
 from .tasks.benchmarks import by_category, whole_questions
 

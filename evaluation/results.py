@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import only_writer, write_json
+from ..checkpoint.files import lock_folder, write_json
 from ..checkpoint.untrusted import json_object
 
 
@@ -86,7 +86,7 @@ class Evaluation:
 
     def write(self, checkpoint: Path) -> None:
         """Writes the results into a folder's `evaluation/summary.json`, over earlier ones."""
-        with only_writer(checkpoint):
+        with lock_folder(checkpoint):
             results = {result.task: result for result in read_evaluations(checkpoint)}
             results[self.task] = self
             evaluations = [asdict(results[task]) for task in sorted(results)]

@@ -16,8 +16,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint.files import finished_folder, only_writer
-from ..errors import Console, NotWritable, Printed, device_error
+from ..checkpoint.files import finished_folder, lock_folder
+from ..console import Console, Printed
+from ..devices import device_error
+from ..errors import NotWritable
 from ..models import ModelHandle, resolve_model
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
 from .options import EvaluateOptions, ModelOptions
@@ -183,7 +185,7 @@ def evaluate(
     key = _result_key(handle, options, include_path, limit)
     if output is None:
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
-    with only_writer(output):
+    with lock_folder(output):
         (output / EVALUATION).mkdir(exist_ok=True)
     results = _read_reusable_results(output, chosen, manager, key)
     console = Console(stderr=True)

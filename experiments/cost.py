@@ -3,51 +3,70 @@
 
 import argparse
 import math
+import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from accelerate.utils import convert_file_size_to_int
-from plan import Plan, Run
+from datasets import Dataset
+from peft import PeftModel
+from PIL import Image
+from plan import STAGES, Plan, Run
 from runs import parts
 from scores import markdown
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.checkpoint.weights import size_of, stored_tensors
-from normalign_llava.quickstart.train import words
-from normalign_llava.train.keeping.summary import gib
-from normalign_llava.train.memory import CONTEXT, MemoryEstimate
-from normalign_llava.train.modules.model import base_model
-from normalign_llava.train.modules.sizes import BATCHES, GRADIENTS, static_bytes
-from normalign_llava.train.parsing import parse
-from normalign_llava.train.run import make_trainer
-from normalign_llava.train.trainer import NormAlignTrainer
+from normalign_llava import (
+    DATA_FEATURES,
+    NormAlignLlavaForConditionalGeneration,
+    NormAlignTrainer,
+    build_checkpoint,
+    make_trainer,
+    option_words,
+    parse_options,
+    static_bytes,
+)
 
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from dry_runs import sparse_checkpoint
-from step import write_rows
-
-
+SPARSE_CHECKPOINT = Path(__file__).parents[1] / "benchmarks" / "sparse_checkpoint.py"
 GPUS = (1, 2, 4, 8, 16, 32, 64)
+GIBIBYTE = 2**30
+KEPT_FREE = GIBIBYTE  # of each GPU, as a dry run keeps it
+GRADIENTS = "gradients"
+BATCHES = "batches"
+"""Parts of a memory estimate."""
+PROMPT_TOKENS = 28  # in the row of a dry run: the chat template and the question
+
+
+class Estimate(Protocol):
+    """The memory of a training step on one GPU.
+
+    Attributes:
+        parts: Bytes by name of the part.
+    """
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
 
 
 class StageCost(NamedTuple):
     """What a stage of one run takes.
 
     Attributes:
-        steps: Optimizer steps.
-        tokens: That enter the language model, visual ones included.
-        flops: Of training, in all steps.
-        memory: Bytes of a step on each of so many GPUs.
+        steps: The number of optimizer steps.
+        tokens: How many tokens enter the language model in all steps, visual ones included.
+        flops: Floating-point operations of training in all steps.
+        memory: Returns the bytes of a step on each of so many GPUs.
         kept: Bytes of its result, without files that are links.
         disk: Bytes of its result and its checkpoints.
     """
@@ -63,196 +82,424 @@ class StageCost(NamedTuple):
 def row_flops(
     trainer: NormAlignTrainer, text: float, images: float = 1, scored: float | None = None
 ) -> Counter[str]:
-    """Floating-point operations of a training step for each row, by part.
+    """Returns the floating-point operations of a training step for each row, by part.
 
     A linear layer of N weights takes 2 N for each position in the forward pass, 2 N more in the
     backward pass if a gradient flows to its input, and 2 N if its weights are trained (Kaplan et
     al. 2020, arXiv 2001.08361, table 1: 6 N where all is trained). Attention over T positions takes
     4 T^2 d in the forward pass, for the products with keys and values, and twice that in the
-    backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B); masked positions count,
-    though kernels may skip them. Layers under gradient checkpointing are computed again but for
-    their last linear layer, whose output no gradient needs (Korthikanti et al. 2022, arXiv
-    2205.05198, call these hardware FLOPs). No gradient flows to the encoder's layers behind the
-    features, nor to a frozen encoder at all. What is not a matrix product, the optimizer's step and
-    the collectives are left out.
+    backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Masked positions count,
+    though kernels may skip them.
+
+    Layers under gradient checkpointing are computed again except for their last linear layer, since
+    no gradient needs its output (Korthikanti et al. 2022, arXiv 2205.05198, call these hardware
+    FLOPs). No gradient flows to the encoder's layers behind the features, nor to a frozen encoder
+    at all. The optimizer's step, the collectives, and all that is not a matrix product are left
+    out.
 
     Args:
-        trainer: Of a dry run; its model, options and processor are read.
-        text: Tokens of a row beside those of its images.
-        images: Of a row.
-        scored: Positions whose logits are computed; by default all, as on a GPU.
+        trainer: The trainer of a dry run. Its model, options and processor are read.
+        text: The tokens of a row's text.
+        images: The images of a row.
+        scored: How many positions have logits. By default all have, as on a GPU.
     """
     model = base_model(trainer.model)
-    again = trainer.args.gradient_checkpointing
     config = model.config
-    inner = model.model
-    projector = model.model.multi_modal_projector
-    trained = {each for each in trainer.model.parameters() if each.requires_grad}
-    sees = not trained.isdisjoint(inner.vision_tower.parameters())  # whether the encoder is trained
-    patches = config.image_seq_length
-    tokens = images * patches + text
-
-    def linear(layer: nn.Linear, positions: float, *, flows: bool, again: bool = False) -> float:
-        passes = 1 + flows + (flows and again) + (layer.weight in trained)
-        return 2 * layer.in_features * layer.out_features * positions * passes
-
-    def layers(part: nn.Module, of_part: PreTrainedConfig, positions: float, deepest: int) -> float:
-        operations = 0.0
-        heads = of_part.num_attention_heads
-        width = heads * (getattr(of_part, "head_dim", None) or of_part.hidden_size // heads)
-        modules = [each for each in part.modules() if isinstance(each, GradientCheckpointingLayer)]
-        for number, layer in enumerate(modules):
-            flows = number < deepest
-            *others, last = _linears(layer)
-            operations += sum(linear(each, positions, flows=flows, again=again) for each in others)
-            operations += linear(last, positions, flows=flows)
-            operations += 4 * positions**2 * width * (1 + flows * (2 + again))
-        return operations
-
-    tower = inner.vision_tower
-    vision_config = config.vision_config
-    read = config.vision_feature_layer
-    depth = vision_config.num_hidden_layers
-    read = [read] if isinstance(read, int) else read
-    deepest = max(each % (depth + 1) for each in read) if sees else 0
-    with_class = patches + (config.vision_feature_select_strategy == "default")
-    encoder = layers(tower, vision_config, with_class, deepest)
-    convolutions = [each.weight for each in tower.modules() if isinstance(each, nn.Conv2d)]
-    embedding = sum(2 * each.numel() * patches * (1 + sees) for each in convolutions)
-    first, second = _linears(getattr(projector, "modules_to_save", projector))
-    projected = linear(first, patches, flows=sees) + linear(second, patches, flows=True)
     text_config = config.get_text_config()
-    language = layers(inner.language_model, text_config, tokens, text_config.num_hidden_layers)
-    scored = tokens if scored is None else scored
-    operations = {
-        "vision tower": images * (encoder + embedding),
-        "projector": images * projected,
-        "language model": language,
-        "head": linear(model.get_output_embeddings(), scored, flows=True),
-    }
-    return Counter(operations)
+    is_repeated = trainer.args.gradient_checkpointing
+    tokens = images * config.image_seq_length + text
+    language = layers_flops(
+        model.model.language_model,
+        text_config,
+        tokens,
+        deepest=text_config.num_hidden_layers,
+        is_repeated=is_repeated,
+    )
+    if scored is None:
+        scored = tokens
+    head = linear_flops(model.get_output_embeddings(), scored, flows=True)
+    return Counter(
+        {
+            "vision tower": images * _encoder_flops(model, is_repeated),
+            "projector": images * _projector_flops(model),
+            "language model": language,
+            "head": head,
+        }
+    )
+
+
+def _encoder_flops(model: NormAlignLlavaForConditionalGeneration, is_repeated: bool) -> float:
+    """Returns the operations of the vision encoder for an image."""
+    config = model.config
+    tower = model.model.vision_tower
+    patches = config.image_seq_length
+    positions = patches
+    if config.vision_feature_select_strategy == "default":
+        positions += 1  # the class token
+    is_trained = _is_trained(tower)
+    deepest = 0
+    if is_trained:
+        deepest = _deepest_feature_layer(config)
+    operations = layers_flops(
+        tower, config.vision_config, positions, deepest=deepest, is_repeated=is_repeated
+    )
+    for module in tower.modules():
+        if isinstance(module, nn.Conv2d):
+            operations += 2 * module.weight.numel() * patches * (1 + is_trained)
+    return operations
+
+
+def _deepest_feature_layer(config: PreTrainedConfig) -> int:
+    """Returns the number of the last of the encoder's hidden states that the projector reads."""
+    feature_layers = config.vision_feature_layer
+    if isinstance(feature_layers, int):
+        feature_layers = [feature_layers]
+    state_count = config.vision_config.num_hidden_layers + 1
+    return max(layer % state_count for layer in feature_layers)
+
+
+def _projector_flops(model: NormAlignLlavaForConditionalGeneration) -> float:
+    """Returns the operations of the projector for an image."""
+    projector = model.model.multi_modal_projector
+    projector = getattr(projector, "modules_to_save", projector)  # with adapters, the trained copy
+    first_layer, second_layer = _linear_layers(projector)
+    patches = model.config.image_seq_length
+    encoder_is_trained = _is_trained(model.model.vision_tower)
+    operations = linear_flops(first_layer, patches, flows=encoder_is_trained)
+    return operations + linear_flops(second_layer, patches, flows=True)
+
+
+def layers_flops(
+    part: nn.Module,
+    config: PreTrainedConfig,
+    positions: float,
+    *,
+    deepest: int,
+    is_repeated: bool,
+) -> float:
+    """Returns the operations of all transformer layers of a part for a row.
+
+    Args:
+        part: The vision encoder or the language model.
+        config: Its configuration.
+        positions: The length of the row.
+        deepest: Gradients flow to the inputs of so many layers, from the first.
+        is_repeated: Whether layers are computed again in the backward pass.
+    """
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = 4 * positions**2 * heads * head_width
+    layers = [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
+    operations = 0.0
+    for number, layer in enumerate(layers):
+        flows = number < deepest
+        *earlier_linears, last_linear = _linear_layers(layer)
+        for linear in earlier_linears:
+            operations += linear_flops(linear, positions, flows=flows, is_repeated=is_repeated)
+        operations += linear_flops(last_linear, positions, flows=flows)
+        operations += attention
+        if flows:
+            operations += attention * (2 + is_repeated)
+    return operations
+
+
+def linear_flops(
+    layer: nn.Linear, positions: float, *, flows: bool, is_repeated: bool = False
+) -> float:
+    """Returns the operations of a linear layer.
+
+    Args:
+        layer: The layer.
+        positions: How many positions it is applied to.
+        flows: Whether a gradient flows to its input.
+        is_repeated: Whether it is computed again in the backward pass.
+    """
+    products = 1
+    if flows:
+        products += 1 + is_repeated
+    if layer.weight.requires_grad:
+        products += 1
+    return 2 * layer.in_features * layer.out_features * positions * products
+
+
+def _linear_layers(module: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
+    """Returns the model without PEFT's wrapper."""
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
 
 
 def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageCost], int]:
-    """What both stages take, by the trainers of dry runs, and bytes of the untrained checkpoint.
+    """Returns what both stages take, from dry runs, and the bytes of the untrained checkpoint.
 
-    Without `shape` in its group the checkpoint is built, from parts that must then be there.
+    If the run's group has a `shape`, the checkpoint has random weights that take no disk. Otherwise
+    it is built from parts, and they must be there.
+
+    Args:
+        plan: The plan.
+        run: The run.
+        device_memory: The memory of a GPU, such as "80GB".
     """
     shape = plan.groups[run.group].get("shape")
     costs = {}
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        checkpoint = Path(name, "checkpoint")
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        checkpoint = folder / "checkpoint"
         if shape:
-            sparse_checkpoint(folder, shape)
+            command = [sys.executable, str(SPARSE_CHECKPOINT), str(folder), shape]
+            subprocess.run(command, check=True)
         else:
-            build_checkpoint(*parts(plan, run.group), checkpoint, feature_layer=plan.feature_layer)
+            vision, language = parts(plan, run.group)
+            build_checkpoint(vision, language, checkpoint, feature_layer=plan.feature_layer)
         untrained = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-        for stage, options in zip(("stage1", "stage2"), plan.options(run), strict=True):
-            rows = plan.rows[stage]
-            # In a sparse checkpoint letters and spaces are tokens; template and question have 28.
-            write_rows(folder, 384 if shape else 56, [(1, (int(rows["longest"]) - 28) // 2)])
-            left_out = {"image_folder", "probe_steps"}
-            dry = {name: value for name, value in options.items() if name not in left_out}
-            dry |= {"model_name_or_path": checkpoint, "dataset_name": folder / "data"}
-            dry |= {"output_dir": folder / "run", "dry_run": True, "device_memory": device_memory}
-            _, args, _ = parse(words(dry))
-            if (steps := args.max_steps) <= 0:
-                steps = math.ceil(args.num_train_epochs * rows["rows"] / args.global_batch_size)
-            arguments = parse(words({**dry, "max_steps": steps}))
-            trainer = make_trainer(*arguments)[0]
-            model = base_model(trainer.model)
-            disk = trainer.facts["disk"]
-            sharded = plan.accelerate.get(stage, "ddp") != "ddp"
-            checkpoints = disk["checkpoints"] * disk["checkpoint"]
-            whole = size_of(stored_tensors(model))
-            kept = disk["total"] - checkpoints + (whole if options.get("use_peft") else 0)  # merged
-            more = disk["checkpoints"] * whole if sharded else 0  # weights with optimizer states
-            estimate = trainer.estimate_memory()
-            static = static_bytes(trainer.model, trainer.args)
-            images = rows.get("images", 1)
-            text = rows["text"]
-            flops = row_flops(trainer, text, images, rows.get("scored")).total()
-            count = steps * args.global_batch_size
-            costs[stage] = StageCost(
-                steps,
-                count * (images * model.config.image_seq_length + text),
-                count * flops,
-                partial(memory_on, estimate=estimate, static=static, sharded=sharded),
-                kept,
-                kept + checkpoints + more,
-            )
+        for stage, options in zip(STAGES, plan.options(run), strict=True):
+            longest = int(plan.rows[stage]["longest"])
+            write_longest_row(folder / "data", longest, image_size=384 if shape else 56)
+            trainer = dry_run_trainer(folder, options, plan.rows[stage], device_memory)
+            costs[stage] = _stage_cost(plan, stage, trainer, untrained)
     return costs, untrained
 
 
-def memory_on(gpus: int, *, estimate: MemoryEstimate, static: dict[str, int], sharded: bool) -> int:
-    """Bytes of a step on each of some GPUs, from its estimate on one by [`estimate_memory`]."""
+def write_longest_row(folder: Path, tokens: int, image_size: int) -> None:
+    """Writes a data set of one row with an image.
+
+    Args:
+        folder: The folder of the data set.
+        tokens: The tokens of the row besides the image's. In a checkpoint without weights each
+            letter and each space is a token.
+        image_size: The side of the image in pixels.
+    """
+    letters = (tokens - PROMPT_TOKENS) // 2
+    question = [{"type": "image"}, {"type": "text", "text": "describe"}]
+    answer = [{"type": "text", "text": " ".join("e" * letters)}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    row = {"images": [Image.new("RGB", (image_size, image_size))], "messages": messages}
+    Dataset.from_list([row], features=DATA_FEATURES).save_to_disk(folder)
+
+
+def dry_run_trainer(
+    folder: Path, options: dict[str, Any], data: dict[str, float], device_memory: str
+) -> NormAlignTrainer:
+    """Returns the trainer of a dry run, with as many steps as the stage would take.
+
+    Args:
+        folder: The folder of `checkpoint` and `data`.
+        options: The options of the stage.
+        data: What the plan says of the stage's data.
+        device_memory: The memory of a GPU, such as "80GB".
+    """
+    dry_options = {**options, "dry_run": True, "device_memory": device_memory}
+    for name in ("image_folder", "probe_steps"):
+        dry_options.pop(name, None)
+    dry_options["model_name_or_path"] = folder / "checkpoint"
+    dry_options["dataset_name"] = folder / "data"
+    dry_options["output_dir"] = folder / "run"
+    trainer, _ = make_trainer(*parse_options(option_words(dry_options)))
+    training_args = trainer.args  # with the defaults of the stage
+    if training_args.max_steps > 0:
+        return trainer
+    rows = training_args.num_train_epochs * data["rows"]
+    dry_options["max_steps"] = math.ceil(rows / training_args.global_batch_size)
+    trainer, _ = make_trainer(*parse_options(option_words(dry_options)))
+    return trainer
+
+
+def _stage_cost(plan: Plan, stage: str, trainer: NormAlignTrainer, untrained: int) -> StageCost:
+    """Returns what a stage takes, from the trainer of its dry run.
+
+    Args:
+        plan: The plan.
+        stage: "stage1" or "stage2".
+        trainer: The trainer.
+        untrained: Bytes of the untrained checkpoint.
+    """
+    data = plan.rows[stage]
+    images = data.get("images", 1)
+    text = data["text"]
+    is_sharded = plan.accelerate.get(stage, "ddp") != "ddp"
+    row_tokens = images * base_model(trainer.model).config.image_seq_length + text
+    operations = row_flops(trainer, text, images, data.get("scored"))
+    rows = trainer.args.max_steps * trainer.args.global_batch_size
+    kept, disk = _disk(trainer, untrained, is_sharded)
+    memory = partial(
+        memory_on,
+        estimate=trainer.estimate_memory(),
+        static=static_bytes(trainer.model, trainer.args),
+        sharded=is_sharded,
+    )
+    return StageCost(
+        steps=trainer.args.max_steps,
+        tokens=rows * row_tokens,
+        flops=rows * operations.total(),
+        memory=memory,
+        kept=kept,
+        disk=disk,
+    )
+
+
+def _disk(trainer: NormAlignTrainer, untrained: int, is_sharded: bool) -> tuple[int, int]:
+    """Returns the bytes of a stage's result, and of its result and its checkpoints.
+
+    Args:
+        trainer: The trainer of a dry run.
+        untrained: Bytes of the untrained checkpoint. A merged model has as many.
+        is_sharded: Whether optimizer states are stored with the whole model's weights.
+    """
+    disk_use = trainer.facts["disk"]
+    checkpoints = disk_use["checkpoints"] * disk_use["checkpoint"]
+    kept = disk_use["total"] - checkpoints
+    if isinstance(trainer.model, PeftModel):
+        kept += untrained
+    if is_sharded:
+        weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+        checkpoints += disk_use["checkpoints"] * weights
+    return kept, kept + checkpoints
+
+
+def memory_on(gpus: int, *, estimate: Estimate, static: dict[str, int], sharded: bool) -> int:
+    """Returns the bytes of a step on each of some GPUs.
+
+    Args:
+        gpus: The number of GPUs.
+        estimate: The memory of a step on one.
+        static: Bytes of weights, gradients and optimizer states, by part.
+        sharded: Whether these are divided among the GPUs.
+    """
     if gpus == 1:
         return estimate.total
-    rest = 1 - 1 / gpus
-    total = estimate.total - rest * estimate.parts[BATCHES]  # a step has fewer of them on each
+    share_of_others = 1 - 1 / gpus
+    # A step has fewer batches on each GPU.
+    total = estimate.total - share_of_others * estimate.parts[BATCHES]
     gradients = estimate.parts.get(GRADIENTS, 0)
-    divided = sum(size for name, size in static.items() if name != GRADIENTS) + gradients
-    return int(total - rest * divided if sharded else total + gradients)
+    if not sharded:
+        return int(total + gradients)
+    divided = gradients
+    for part, size in static.items():
+        if part != GRADIENTS:
+            divided += size
+    return int(total - share_of_others * divided)
 
 
 def print_cost(plan: Plan, options: argparse.Namespace) -> None:
     """Prints what a plan takes, stage by stage and in all, and what is assumed.
 
-    Raises ValueError if the plan does not say what its data have.
+    Raises:
+        ValueError: The plan does not say what its data have.
     """
-    if plan.rows.keys() != {"stage1", "stage2"}:
+    if plan.rows.keys() != set(STAGES):
         raise ValueError(
             f"{plan.name} does not say how many rows its data have. Add `rows`, as in table4.yaml."
         )
     runs = plan.runs(options.only)
-    every = []
+    plan_costs: list[StageCost] = []
     kept = 0
     peak = 0
-    body = []
-    room = convert_file_size_to_int(options.device_memory) - CONTEXT
-    gpus = options.gpus
-    alike = defaultdict(list)  # but for arm and seed
-    for run in runs:
-        own = f"/{run.name}" if run.variant.stage1 or run.variant.stage2 else ""
-        alike[run.group + own].append(run)
-
-    def row(name: str, count: int, costs: list[StageCost], disk: float, memory: str = "") -> None:
-        steps, tokens, flops = (sum(values) for values in list(zip(*costs, strict=True))[:3])
-        hours = flops / (options.tflops * 1e12 * options.mfu) / 3600
-        times = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (hours, hours / gpus))
-        numbers = (f"{steps:,}", f"{tokens:.3g}", f"{flops:.3g}", *times)
-        body.append([name, str(count), *numbers, memory, f"{disk / 1e9:,.1f}"])
-
-    for group, of_group in alike.items():
-        count = len(of_group)
-        stages, untrained = run_cost(plan, of_group[0], options.device_memory)
-        for name, cost in stages.items():
-            size = cost.memory(gpus)
-            enough = [str(number) for number in GPUS if cost.memory(number) <= room]
-            fewest = enough[0] if enough else f"more than {GPUS[-1]}"
-            fits = "fits" if size <= room else f"does not fit; on {fewest} GPUs"
-            row(f"{group}, {name}", 1, [cost], cost.disk, f"{gib(size)}, {fits}")
-        first, second = stages.values()
-        of_run = untrained + first.kept + second.kept
-        peak = max(peak, kept + (count - 1) * of_run + untrained + first.disk + second.disk)
-        kept += count * of_run
-        every += count * [first, second]
-        row(f"{group}, all", count, count * [first, second], count * of_run)
-    row("the plan", len(runs), every, peak)
+    table_rows = []
+    for name, similar_runs in _similar(runs).items():
+        run_count = len(similar_runs)
+        costs, untrained = run_cost(plan, similar_runs[0], options.device_memory)
+        for stage, stage_cost in costs.items():
+            row_name = f"{name}, {stage}"
+            memory = _memory_verdict(stage_cost, options)
+            table_rows.append(_row(row_name, [stage_cost], stage_cost.disk, options, memory=memory))
+        run_costs = list(costs.values())
+        kept_by_run = untrained + sum(stage_cost.kept for stage_cost in run_costs)
+        peak_of_run = untrained + sum(stage_cost.disk for stage_cost in run_costs)
+        peak = max(peak, kept + (run_count - 1) * kept_by_run + peak_of_run)
+        kept += run_count * kept_by_run
+        group_costs = run_count * run_costs
+        plan_costs += group_costs
+        group_disk = run_count * kept_by_run
+        table_rows.append(_row(f"{name}, all", group_costs, group_disk, options, runs=run_count))
+    table_rows.append(_row("the plan", plan_costs, peak, options, runs=len(runs)))
     headings = ["", "runs", "steps", "tokens", "FLOPs", "GPU-hours", "hours"]
     headings += ["memory of a step", "disk, GB"]
-    print(*markdown(headings, body), sep="\n")
+    print(*markdown(headings, table_rows), sep="\n")
+    _print_assumptions(plan, options)
+
+
+def _similar(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Returns lists of runs that differ only in arm and seed, by name."""
+    similar_runs = defaultdict(list)
+    for run in runs:
+        name = run.group
+        if run.variant.stage1 or run.variant.stage2:
+            name = run.name_in_plan
+        similar_runs[name].append(run)
+    return similar_runs
+
+
+def _memory_verdict(cost: StageCost, options: argparse.Namespace) -> str:
+    """Returns the memory of a step, and whether it fits."""
+    available = convert_file_size_to_int(options.device_memory) - KEPT_FREE
+    size = cost.memory(options.gpus)
+    if size <= available:
+        return f"{size / GIBIBYTE:.1f} GiB, fits"
+    fewest = f"more than {GPUS[-1]}"
+    for gpus in GPUS:
+        if cost.memory(gpus) <= available:
+            fewest = str(gpus)
+            break
+    return f"{size / GIBIBYTE:.1f} GiB, does not fit; on {fewest} GPUs"
+
+
+def _row(
+    name: str,
+    costs: Sequence[StageCost],
+    disk: float,
+    options: argparse.Namespace,
+    *,
+    runs: int = 1,
+    memory: str = "",
+) -> list[str]:
+    """Returns a row of the table, with the sums of some stages."""
+    steps = sum(cost.steps for cost in costs)
+    tokens = sum(cost.tokens for cost in costs)
+    operations = sum(cost.flops for cost in costs)
+    hours = operations / (options.tflops * 1e12 * options.mfu) / 3600
+    return [
+        name,
+        str(runs),
+        f"{steps:,}",
+        f"{tokens:.3g}",
+        f"{operations:.3g}",
+        _hours(hours),
+        _hours(hours / options.gpus),
+        memory,
+        f"{disk / 1e9:,.1f}",
+    ]
+
+
+def _hours(hours: float) -> str:
+    if hours >= 100:
+        return f"{hours:,.0f}"
+    return f"{hours:.3g}"
+
+
+def _print_assumptions(plan: Plan, options: argparse.Namespace) -> None:
+    """Prints what the table assumes, and the downloads."""
     print(
-        f"\n{gpus} GPU(s) of {options.device_memory}, 1 GiB of which is kept free. Hours are for "
-        f"{options.mfu:.0%} of {options.tflops:g} TFLOP/s (--mfu, --tflops), without evaluation "
-        "and diagnosis. Disk: of a stage and of the plan at the peak, of all runs of a group what "
-        "they keep; without downloads."
+        f"\n{options.gpus} GPU(s) of {options.device_memory}. 1 GiB of each is kept free. Hours "
+        f"are for {options.mfu:.0%} of {options.tflops:g} TFLOP/s (--mfu, --tflops), without "
+        "evaluation and diagnosis. Disk: for a stage and for the plan, the peak; for all runs of a "
+        "group, what they keep; without downloads."
     )
-    sizes = [f"{name} {size:g} GB" for name, size in plan.downloads.items()]
-    total = f"{sum(plan.downloads.values()):g} GB"
-    print(f"Downloads: {total}: {', '.join(sizes)}." if sizes else "Downloads: none.")
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [each for each in module.modules() if isinstance(each, nn.Linear)]
+    downloads = []
+    for name, size in plan.downloads.items():
+        downloads.append(f"{name} {size:g} GB")
+    if downloads:
+        total = sum(plan.downloads.values())
+        print(f"Downloads: {total:g} GB: {', '.join(downloads)}.")
+    else:
+        print("Downloads: none.")

@@ -2,8 +2,8 @@
 """Visual information in nats an answer: I = H(answer | wording) - cross-entropy of the answers.
 
 H is the entropy of the true answers to each wording of a question, from their counts among the
-questions: the least cross-entropy that can be had without the image. The cross-entropy is that with
-the right image. So I is at most 0 without the image, and H if every answer is certain.
+questions. It is the least cross-entropy that can be had without the image. The cross-entropy is
+measured with the right image. I is at most 0 without the image, and H if every answer is certain.
 """
 
 import math
@@ -16,59 +16,75 @@ from datasets import Dataset
 from torch import nn
 from transformers import LlavaProcessor, TrainerCallback
 
-from normalign_llava.data.rows.checks import Checks
-from normalign_llava.data.sources.mixtures import prepare_rows
-from normalign_llava.fetched.easy_vqa import (
+from normalign_llava import (
     DATA_FEATURES,
+    Checks,
+    ConversationCollator,
     Question,
     conversation,
     easy_vqa,
     load_image,
+    prepare_rows,
 )
-from normalign_llava.train.collator import ConversationCollator
 
 
 PER_KIND = 100
 KINDS = ("shape", "colour")
 SCORED = 100
-"""Questions of a kind; the first `SCORED` of a kind are the offline suite's, and left out."""
+"""The offline suite has the first `SCORED` questions of a kind, so they are left out here."""
 
 EVERY = 40
 BATCH_SIZE = 25
 
 
 def held_out_questions() -> list[Question]:
-    """100 questions each of shape and colour about easy-VQA's test images; none is of the suite.
+    """Returns 100 questions each of shape and colour about easy-VQA's test images.
 
-    Yes/no questions are left out: their taught answers describe the image, and few have the same
-    wording.
+    None is in the offline suite. Yes/no questions are left out: their taught answers describe the
+    image, and few have the same wording.
     """
-    questions = easy_vqa("test", seed=0)
-    of_kind = [[each for each in questions if each.kind == kind] for kind in KINDS]
-    return [each for asked in of_kind for each in asked[SCORED : SCORED + PER_KIND]]
+    test_questions = easy_vqa("test", seed=0)
+    questions = []
+    for kind in KINDS:
+        same_kind = [question for question in test_questions if question.kind == kind]
+        questions += same_kind[SCORED : SCORED + PER_KIND]
+    return questions
 
 
 def entropies(questions: Sequence[Question]) -> list[float]:
-    """For each question -log p of its answer, in nats, by the answers to questions so worded.
+    """Returns -log p of each question's answer, in nats. Their mean is H(answer | wording).
 
-    Their mean is H(answer | wording).
+    p is the share of the answer among the answers to questions with the same wording.
     """
-    answers: dict[str, Counter[str]] = defaultdict(Counter)
-    for each in questions:
-        answers[each.text][each.answer] += 1
-    shares = [answers[each.text][each.answer] / answers[each.text].total() for each in questions]
-    return [-math.log(share) for share in shares]
+    answers_by_wording: dict[str, Counter[str]] = defaultdict(Counter)
+    for question in questions:
+        answers_by_wording[question.text][question.answer] += 1
+    surprisals = []
+    for question in questions:
+        answer_counts = answers_by_wording[question.text]
+        share = answer_counts[question.answer] / answer_counts.total()
+        surprisals.append(-math.log(share))
+    return surprisals
 
 
 def other_images(questions: Sequence[Question]) -> list[Question]:
-    """The questions, each with the image of the next question so worded that has another answer."""
-    changed = []
-    for number, each in enumerate(questions):
-        following = [*questions[number + 1 :], *questions[:number]]
-        other = [q for q in following if q.kind == each.kind and q.answer != each.answer]
-        same = [q for q in other if q.text == each.text]
-        changed.append(each._replace(image=(same or other)[0].image))
-    return changed
+    """Returns each question with the image of the next one with another answer.
+
+    The next one with the same wording is taken. If there is none, it is one of the same kind.
+    """
+    changed_questions = []
+    for number, question in enumerate(questions):
+        with_other_answer = []
+        with_same_wording = []
+        for candidate in [*questions[number + 1 :], *questions[:number]]:
+            if candidate.kind != question.kind or candidate.answer == question.answer:
+                continue
+            with_other_answer.append(candidate)
+            if candidate.text == question.text:
+                with_same_wording.append(candidate)
+        candidates = with_same_wording or with_other_answer
+        changed_questions.append(question._replace(image=candidates[0].image))
+    return changed_questions
 
 
 class InformationCallback(TrainerCallback):
@@ -78,7 +94,7 @@ class InformationCallback(TrainerCallback):
 
     Args:
         questions: Held-out questions.
-        before: Steps of earlier stages, which count.
+        before: The number of steps of earlier stages. They count.
         last: The last step of all stages.
     """
 
@@ -88,42 +104,52 @@ class InformationCallback(TrainerCallback):
         self.last = last
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Measures, at a step of its own."""
+        """Measures, if it is a step to measure at."""
         step = self.before + state.global_step
         if step % EVERY:
             return
         questions = self.questions
-        right = cross_entropies(model, processing_class, questions)
-        known = [entropy - loss for entropy, loss in zip(entropies(questions), right, strict=True)]
-        entry = {"step": state.global_step, "all_steps": step, "information": fmean(known)}
+        losses = cross_entropies(model, processing_class, questions)
+        nats_by_kind: dict[str, list[float]] = defaultdict(list)
+        all_nats = []
+        for question, entropy, loss in zip(questions, entropies(questions), losses, strict=True):
+            all_nats.append(entropy - loss)
+            nats_by_kind[question.kind].append(entropy - loss)
+        log_entry = {"step": state.global_step, "all_steps": step, "information": fmean(all_nats)}
         for kind in KINDS:
-            pairs = zip(known, questions, strict=True)
-            entry[f"information/{kind}"] = fmean(nats for nats, each in pairs if each.kind == kind)
+            log_entry[f"information/{kind}"] = fmean(nats_by_kind[kind])
         if step == self.last:
-            wrong = cross_entropies(model, processing_class, other_images(questions))
-            entry["wrong_image"] = fmean(wrong) - fmean(right)
-        state.log_history.append(entry)
+            wrong_losses = cross_entropies(model, processing_class, other_images(questions))
+            log_entry["wrong_image"] = fmean(wrong_losses) - fmean(losses)
+        state.log_history.append(log_entry)
 
 
 @torch.no_grad()
 def cross_entropies(
     model: nn.Module, processor: LlavaProcessor, questions: Sequence[Question]
 ) -> list[float]:
-    """Cross-entropy of each answer and its end of turn, in nats over all tokens, teacher-forced."""
-    conversations = [conversation([each], [load_image(each.image)]) for each in questions]
-    rows = Dataset.from_list(conversations, features=DATA_FEATURES)
-    rows, _ = prepare_rows(rows, Checks(processor), name="questions", split="eval")
+    """Returns the cross-entropy of each answer with its end of turn, in nats over all tokens.
+
+    The answer's earlier tokens are given (teacher forcing).
+    """
+    conversations = []
+    for question in questions:
+        conversations.append(conversation([question], [load_image(question.image)]))
+    dataset = Dataset.from_list(conversations, features=DATA_FEATURES)
+    rows, _ = prepare_rows(dataset, Checks(processor), name="questions", split="eval")
     collator = ConversationCollator(processor)
     losses = []
-    training = model.training
+    was_training = model.training
     model.eval()
     for start in range(0, len(rows), BATCH_SIZE):
         end = min(start + BATCH_SIZE, len(rows))
         batch = collator([rows[number] for number in range(start, end)])
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch).logits[:, :-1].float()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        losses += loss.view(labels.shape).sum(-1).tolist()
-    model.train(training)
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1].float()
+        token_losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        losses += token_losses.view(labels.shape).sum(-1).tolist()
+    model.train(was_training)
     return losses

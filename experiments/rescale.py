@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the scale of pre-trained parts, by which norms are compared, and not their function.
+"""Changes the scale of pre-trained parts, so that norms can be compared. Their function stays.
 
-A pre-norm network reads its hidden states through norms alone. If everything that is added to the
+A pre-norm network reads its hidden states only through norms. If everything that is added to the
 hidden states is multiplied by one factor, and the norms' epsilon by its square, the states are
 multiplied by that factor, and all that the network computes from them stays the same. With powers
-of two it is so bit for bit.
+of two it stays the same bit for bit.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from files import new_path
 from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer, Dinov2Model, LlamaForCausalLM
-
-from normalign_llava.checkpoint.files import finished_folder
 
 
 def rescale(
@@ -33,23 +33,29 @@ def rescale(
     """
     encoder = output / f"vision-{features:g}"
     decoder = output / f"language-{text:g}"
-    for target, source, factor, model_class, preprocessor, change in (
-        (encoder, vision, features, Dinov2Model, AutoImageProcessor, rescale_encoder),
-        (decoder, language, text, LlamaForCausalLM, AutoTokenizer, rescale_language_model),
-    ):
-        if not target.exists():
-            model = model_class.from_pretrained(source, dtype=torch.float32)
-            change(model, factor)
-            made = preprocessor.from_pretrained(source, trust_remote_code=False)
-            with finished_folder(target) as folder:
-                model.save_pretrained(folder)
-                made.save_pretrained(folder)
+    if not encoder.exists():
+        encoder_model = Dinov2Model.from_pretrained(vision, dtype=torch.float32)
+        rescale_encoder(encoder_model, features)
+        image_processor = AutoImageProcessor.from_pretrained(vision, trust_remote_code=False)
+        save_together(encoder, encoder_model, image_processor)
+    if not decoder.exists():
+        language_model = LlamaForCausalLM.from_pretrained(language, dtype=torch.float32)
+        rescale_language_model(language_model, text)
+        tokenizer = AutoTokenizer.from_pretrained(language, trust_remote_code=False)
+        save_together(decoder, language_model, tokenizer)
     return encoder, decoder
+
+
+def save_together(folder: Path, *saved: Any) -> None:
+    """Writes a new folder with a model and its processor or tokenizer."""
+    with new_path(folder) as partial_folder:
+        for model_or_processor in saved:
+            model_or_processor.save_pretrained(partial_folder)
 
 
 @torch.no_grad()
 def rescale_language_model(model: LlamaForCausalLM, factor: float) -> None:
-    """Multiplies the hidden states of a Llama by a factor, in place; logits stay the same."""
+    """Multiplies the hidden states of a Llama by a factor, in place. Logits stay the same."""
     for layer in model.model.layers:
         _multiply(layer.self_attn.o_proj, factor)
         _multiply(layer.mlp.down_proj, factor)
@@ -64,7 +70,7 @@ def rescale_language_model(model: LlamaForCausalLM, factor: float) -> None:
 
 @torch.no_grad()
 def rescale_encoder(model: Dinov2Model, factor: float) -> None:
-    """Multiplies a DINOv2's hidden states by a factor, in place; its last norm's output stays."""
+    """Multiplies a DINOv2's hidden states by a factor, in place. Its last norm's output stays."""
     _multiply(model.embeddings, factor)  # patches, positions and the class token
     for layer in model.encoder.layer:
         _multiply(layer.layer_scale1, factor)

@@ -5,149 +5,277 @@ import hashlib
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from commands import scores_by_metric
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
+from files import TRAINER_STATE, TRAINING_RECORD, new_path, read_json
 from information import InformationCallback, held_out_questions
-from plan import Plan, Run
-from rescale import rescale
+from peft import PeftModel
+from plan import STAGES, Plan, Run, row_count
+from rescale import rescale, save_together
 from torch import nn
 from transformers import AutoProcessor, TrainerCallback
 
-from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import STATE, TRAINING_RECORD, finished_folder, json_or_none
-from normalign_llava.diagnose.data import batches, load_samples
-from normalign_llava.diagnose.measure.probe import probe
-from normalign_llava.evaluation.results import read_evaluations
-from normalign_llava.evaluation.run import evaluate
-from normalign_llava.fetched.convert import convert_language, convert_vision
-from normalign_llava.fetched.easy_vqa import training_data
-from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.quickstart.train import rows_of, train_stage
-from normalign_llava.train.modules.model import base_model, projector_norm
+from normalign_llava import (
+    NormAlignLlavaForConditionalGeneration,
+    build_checkpoint,
+    convert_language,
+    convert_vision,
+    evaluate,
+    load_samples,
+    merge_adapter,
+    probe,
+    read_evaluations,
+    sample_batches,
+    train_stage,
+    training_data,
+)
 
 
 RECIPE_SEEDS = (0, 2)
 RECIPE_ROWS = 1920
-"""The quickstart's data on which its recipes were chosen."""
+"""The recipes were chosen on this many rows of the quickstart's data, with `RECIPE_SEEDS`."""
 
-BATCH_SIZE = {"probe": 16, "evaluate": 64}
+PROBE_BATCH_SIZE = 16
+EVALUATE_BATCH_SIZE = 64
+CURVES = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "clip/share",
+    "norm/visual",
+    "norm/text",
+    "gain/mean_abs",
+)
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """The folders of a run.
+
+    Attributes:
+        run: The folder that holds all but the data.
+        data: The data of both stages.
+    """
+
+    run: Path
+    data: Path
+
+    @property
+    def untrained(self) -> Path:
+        """The checkpoint before stage 1."""
+        return self.run / "untrained"
+
+    @property
+    def model(self) -> Path:
+        """The trained model with the factor on visual tokens."""
+        return self.run / "model"
+
+    def stage(self, name: str) -> Path:
+        """Returns the result of a stage."""
+        return self.run / name
 
 
 def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> dict[str, Any]:
-    """The result of a run, from folders of the parts; `failed` is the reason, if it diverged.
+    """Makes a run and returns its result. If it diverged, `failed` in it is the reason.
 
-    `work` holds checkpoints and data while they are needed; a stopped run goes on from there.
+    Args:
+        plan: The plan.
+        run: The run.
+        vision: Folder of the vision encoder.
+        language: Folder of the language model.
+        work: The folder of checkpoints and data while they are needed. A stopped run is resumed
+            from there.
     """
-    folder = work / run.key
-    variant = run.variant
-    first, second = plan.options(run)
+    options = dict(zip(STAGES, plan.options(run), strict=True))
     result = {
-        **{"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(variant)},
-        "options": {"stage1": first, "stage2": second},
+        "group": run.group,
+        "variant": run.name,
+        "seed": run.seed,
+        "settings": vars(run.variant),
+        "options": options,
         "bf16": plan.bf16,
         "threads": torch.get_num_threads(),
     }
-    data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
-    with FileLock(work / "parts.lock"):
-        write_data(data, rows_of(first), rows_of(second), run.seed)
-        factors = {"text": variant.text, "features": variant.features}
-        vision, language = rescale(vision, language, work / "parts", **factors)
-    names = ("untrained", "stage1", "stage2", "model")
-    untrained, aligned, tuned, model = (folder / name for name in names)
-    if not untrained.exists():
-        options = {"arm": variant.arm, "feature_layer": plan.feature_layer, "seed": run.seed}
-        build_checkpoint(str(vision), str(language), untrained, **options)
-    start = measure_tokens(untrained, plan.diagnosed)
+    folders = _write_untrained(plan, run, vision, language, work)
+    start = measure_tokens(folders.untrained, plan.diagnosed)
     multiplier = 1.0
-    if variant.enters_at is not None:
-        multiplier = variant.enters_at * start["n_text"] / start["norm"]
-    questions = held_out_questions()
-    between = first["max_steps"]
-    last = between + second["max_steps"]
-
-    def train(options: dict[str, Any], start: Path, rows: Path, output: Path, before: int) -> None:
-        factors = FixedFactors(multiplier, variant.gradient)
-        callbacks = [factors, InformationCallback(questions, before, last)]
-        train_stage(options, start, rows, output, bf16=plan.bf16, callbacks=callbacks)
-
+    if run.variant.enters_at is not None:
+        multiplier = run.variant.enters_at * start["n_text"] / start["norm"]
     try:
-        train(first, untrained, data / "stage1", aligned, before=0)
-        train(second, aligned, data / "stage2", tuned, before=between)
+        _train_stages(plan, run, folders, multiplier)
     except FloatingPointError as error:  # that it diverged is a result too
-        shutil.rmtree(folder)
+        shutil.rmtree(folders.run)
         return {**result, "failed": str(error)}
-    began = time.monotonic()
-    if not model.exists():
-        whole = folder / "merged" if second.get("use_peft") else tuned
-        if whole != tuned and not whole.exists():
-            merge_adapter(tuned, whole, base=str(aligned))
-        write_multiplied(whole, multiplier, model)
-    states = [json_or_none(each / STATE) for each in (aligned, tuned)]
-    history = [entry for state in states for entry in state["log_history"]]
-    record = json_or_none(tuned / TRAINING_RECORD)
-    result |= {
-        "date": datetime.now(UTC).date().isoformat(),
-        "data": data_hash(data),
-        "multiplier": multiplier,
-        "curves": {"stage1": curve(aligned), "stage2": curve(tuned)},
-        "information": [entry for entry in history if "information" in entry],
-        "scores": scores(model, plan.tasks),
-        "tokens": {
-            "untrained": start["norm"] * multiplier,
-            "trained": measure_tokens(model, plan.diagnosed),
-        },
-        **{name: record[name] for name in ("hardware", "versions", "commit")},
+    start_time = time.monotonic()
+    _write_model(folders, multiplier, is_adapter=bool(options["stage2"].get("use_peft")))
+    result |= _measurements(plan, folders)
+    result["multiplier"] = multiplier
+    result["tokens"] = {
+        "untrained": start["norm"] * multiplier,
+        "trained": measure_tokens(folders.model, plan.diagnosed),
     }
-    seconds = [json_or_none(each / TRAINING_RECORD)["seconds"] for each in (aligned, tuned)]
-    result["minutes"] = round((sum(seconds) + time.monotonic() - began) / 60, 1)
-    shutil.rmtree(folder)
+    seconds = time.monotonic() - start_time
+    for stage in STAGES:
+        seconds += read_json(folders.stage(stage) / TRAINING_RECORD)["seconds"]
+    result["minutes"] = round(seconds / 60, 1)
+    shutil.rmtree(folders.run)
     return result
 
 
+def _write_untrained(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> RunFolders:
+    """Writes data, rescaled parts and the untrained checkpoint, unless they are there."""
+    align_options, tune_options = plan.options(run)
+    align_rows = row_count(align_options)
+    tune_rows = row_count(tune_options)
+    folders = RunFolders(work / run.key, work / f"data-{run.seed}-{align_rows}-{tune_rows}")
+    with FileLock(work / "parts.lock"):
+        write_data(folders.data, align_rows, tune_rows, run.seed)
+        encoder, decoder = rescale(
+            vision,
+            language,
+            work / "parts",
+            text=run.variant.text,
+            features=run.variant.features,
+        )
+    if not folders.untrained.exists():
+        build_checkpoint(
+            str(encoder),
+            str(decoder),
+            folders.untrained,
+            arm=run.variant.arm,
+            feature_layer=plan.feature_layer,
+            seed=run.seed,
+        )
+    return folders
+
+
+def _train_stages(plan: Plan, run: Run, folders: RunFolders, multiplier: float) -> None:
+    """Trains both stages, and measures visual information.
+
+    Raises:
+        FloatingPointError: The run diverged.
+    """
+    questions = held_out_questions()
+    all_options = plan.options(run)
+    last_step = sum(options["max_steps"] for options in all_options)
+    steps_before = 0
+    checkpoint = folders.untrained
+    for stage, options in zip(STAGES, all_options, strict=True):
+        factors = FixedFactors(multiplier, run.variant.gradient)
+        information = InformationCallback(questions, steps_before, last_step)
+        train_stage(
+            options,
+            checkpoint,
+            folders.data / stage,
+            folders.stage(stage),
+            bf16=plan.bf16,
+            callbacks=[factors, information],
+        )
+        steps_before += options["max_steps"]
+        checkpoint = folders.stage(stage)
+
+
+def _write_model(folders: RunFolders, multiplier: float, *, is_adapter: bool) -> None:
+    """Writes the whole trained model with the factor on visual tokens, unless it is there."""
+    if folders.model.exists():
+        return
+    trained = folders.stage("stage2")
+    if is_adapter:
+        trained = folders.run / "merged"
+        if not trained.exists():
+            base = str(folders.stage("stage1"))
+            merge_adapter(folders.stage("stage2"), trained, base=base)
+    write_multiplied(trained, multiplier, folders.model)
+
+
+def _measurements(plan: Plan, folders: RunFolders) -> dict[str, Any]:
+    """Evaluates the model, and returns the scores and what training logged and recorded."""
+    information = []
+    curves = {}
+    for stage in STAGES:
+        curves[stage] = curve(folders.stage(stage))
+        for log_entry in _log_history(folders.stage(stage)):
+            if "information" in log_entry:
+                information.append(log_entry)
+    record = read_json(folders.stage("stage2") / TRAINING_RECORD)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "data": data_hash(folders.data),
+        "curves": curves,
+        "information": information,
+        "scores": scores(folders.model, plan.tasks),
+        "hardware": record["hardware"],
+        "versions": record["versions"],
+        "commit": record["commit"],
+    }
+
+
 def parts(plan: Plan, group: str) -> tuple[str, str]:
-    """Vision encoder and language model of a group: folders or Hub ids."""
+    """Returns folders or Hub ids of vision encoder and language model of a group.
+
+    The quickstart's parts are fetched if the plan names none.
+    """
     language = plan.groups[group].get("language", plan.language)
     return plan.vision or str(convert_vision(56)), language or str(convert_language())
 
 
-def write_data(output: Path, first: int, second: int, seed: int) -> None:
-    """Writes conversations of both stages, about images that the recipes' seeds do not show."""
+def write_data(output: Path, align_rows: int, tune_rows: int, seed: int) -> None:
+    """Writes conversations of both stages, about images that the recipes' seeds do not show.
+
+    Args:
+        output: Folder of the two data sets. Nothing is done if it exists.
+        align_rows: How many conversations stage 1 has.
+        tune_rows: How many conversations stage 2 has.
+        seed: The seed that they are drawn with.
+
+    Raises:
+        ValueError: There are not enough such images.
+    """
     if output.exists():
         return
-    wanted = first + second
-    known = set()
-    for each in RECIPE_SEEDS:
-        known.update(_images(training_data(RECIPE_ROWS, seed=each)))
-    drawn = training_data(4 * wanted, 0.0, seed)
-    fresh = [number for number, image in enumerate(_images(drawn)) if image not in known][:wanted]
-    if len(fresh) < wanted:
-        missing = f"There are {len(fresh)} rows of new images; {wanted} are needed."
+    planned_rows = align_rows + tune_rows
+    known_images: set[bytes] = set()
+    for recipe_seed in RECIPE_SEEDS:
+        known_images.update(_images(training_data(RECIPE_ROWS, seed=recipe_seed)))
+    drawn_rows = training_data(4 * planned_rows, 0.0, seed)
+    new_rows = []
+    for number, image in enumerate(_images(drawn_rows)):
+        if image not in known_images:
+            new_rows.append(number)
+    if len(new_rows) < planned_rows:
+        missing = f"There are {len(new_rows)} rows of new images; {planned_rows} are needed."
         raise ValueError(f"{missing} Take fewer steps.")
-    with finished_folder(output) as folder:
-        drawn.select(fresh[:first]).save_to_disk(folder / "stage1")
-        drawn.select(fresh[first:]).save_to_disk(folder / "stage2")
+    with new_path(output) as folder:
+        drawn_rows.select(new_rows[:align_rows]).save_to_disk(folder / "stage1")
+        drawn_rows.select(new_rows[align_rows:planned_rows]).save_to_disk(folder / "stage2")
 
 
 def data_hash(data: Path) -> str:
-    """SHA-256 over messages and images of both stages."""
-    digest = hashlib.sha256()
-    for name in ("stage1", "stage2"):
-        rows = load_from_disk(str(data / name))
-        digest.update(json.dumps(rows["messages"][:], sort_keys=True).encode())
+    """Returns the SHA-256 over messages and images of both stages."""
+    data_digest = hashlib.sha256()
+    for stage in STAGES:
+        rows = load_from_disk(str(data / stage))
+        messages = json.dumps(rows["messages"][:], sort_keys=True)
+        data_digest.update(messages.encode())
         for image in _images(rows):
-            digest.update(image)
-    return digest.hexdigest()
+            data_digest.update(image)
+    return data_digest.hexdigest()
 
 
 def _images(rows: Dataset) -> list[bytes]:
-    column = rows.with_format("arrow")[:]["images"].to_pylist()
-    return [image["bytes"] for images in column for image in images]
+    """Returns the files of all images, in order of the rows."""
+    image_files = []
+    for row_images in rows.with_format("arrow")[:]["images"].to_pylist():
+        image_files += [image["bytes"] for image in row_images]
+    return image_files
 
 
 class FixedFactors(TrainerCallback):
@@ -166,12 +294,13 @@ class FixedFactors(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Hooks the projector and its norm."""
+        if isinstance(model, PeftModel):
+            model = model.get_base_model()
+        projector = model.model.multi_modal_projector
         if self.tokens != 1:
-            projector = base_model(model).model.multi_modal_projector
             self._hooks.append(projector.register_forward_hook(self._scale_tokens))
         if self.gradient != 1:
-            norm = projector_norm(model)
-            self._hooks.append(norm.register_forward_pre_hook(self._scale_gradient))
+            self._hooks.append(projector.norm.register_forward_pre_hook(self._scale_gradient))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Removes the hooks."""
@@ -193,22 +322,22 @@ def write_multiplied(checkpoint: Path, multiplier: float, output: Path) -> None:
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
     for parameter in model.model.multi_modal_projector.linear_2.parameters():
         parameter.mul_(multiplier)
-    with finished_folder(output) as folder:
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+    save_together(output, model, processor)
 
 
-def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
-    """Norms on entry to the decoder, and rotations of visual tokens and text, on held-out images.
+def measure_tokens(checkpoint: Path, sample_count: int) -> dict[str, Any]:
+    """Measures norms on entry to the decoder, and rotations, on held-out images.
 
     Returns:
-        `n_text`; `norm` and `text_norm` on entry; `asymmetry`, the mean rotation over all layers
-        but the last of visual tokens over text; `rotation`, of each layer, by kind, in radians.
+        `n_text`, then `norm` and `text_norm` on entry. `asymmetry` is the mean rotation of visual
+        tokens over text in all layers but the last. `rotation` is of each layer, by kind, in
+        radians.
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
-    drawn = batches(processor, load_samples(None, samples).samples, BATCH_SIZE["probe"])
-    depth = probe(model, drawn, tokenizer=processor.tokenizer).depth
+    samples = load_samples(None, sample_count).samples
+    inputs = sample_batches(processor, samples, PROBE_BATCH_SIZE)
+    depth = probe(model, inputs, tokenizer=processor.tokenizer).depth
     return {
         "n_text": model.measure_text_embedding_norm(),
         "norm": depth.norm["visual"].mean[0],
@@ -219,22 +348,39 @@ def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
 
 
 def scores(model: Path, tasks: list[str]) -> dict[str, float]:
-    """The metrics of all tasks, by `"task metric"`."""
-    run = evaluate(str(model), tasks=tasks, batch_size=BATCH_SIZE["evaluate"], dtype="float32")
-    for task, reason in run.failed.items():
+    """Evaluates a model, and returns the metrics of all tasks, by `"task metric"`.
+
+    Raises:
+        ValueError: A task could not be run.
+    """
+    evaluated = evaluate(str(model), tasks=tasks, batch_size=EVALUATE_BATCH_SIZE, dtype="float32")
+    for task, reason in evaluated.failed.items():
         raise ValueError(f"{task} could not be run: {reason} Start again to resume.")
-    return {
-        f"{evaluation.task} {metric.name}": metric.value
-        for evaluation in read_evaluations(model)
-        for metric in evaluation.metrics
-    }
+    return scores_by_metric(read_evaluations(model))
+
+
+def _log_history(folder: Path) -> list[dict[str, Any]]:
+    return read_json(folder / TRAINER_STATE)["log_history"]
 
 
 def curve(folder: Path) -> dict[str, list]:
-    """What training logged, by quantity: a value for each logged step, None where there is none."""
-    log = [each for each in json_or_none(folder / STATE)["log_history"] if "loss" in each]
-    names = ["step", "loss", "learning_rate", "grad_norm", "clip/share"]
-    names += ["norm/visual", "norm/text", "gain/mean_abs"]
-    logged = sorted({name for each in log for name in each})
-    shown = [name for name in logged if name in names or name.startswith("grad_norm/")]
-    return {name: [each.get(name) and float(f"{each[name]:.5g}") for each in log] for name in shown}
+    """Returns what training logged, by quantity.
+
+    A quantity has a value for each logged step, and None where it was not logged.
+    """
+    entries = [log_entry for log_entry in _log_history(folder) if "loss" in log_entry]
+    logged_names: set[str] = set()
+    for log_entry in entries:
+        logged_names.update(log_entry)
+    curves = {}
+    for name in sorted(logged_names):
+        if name in CURVES or name.startswith("grad_norm/"):
+            curves[name] = [_rounded(log_entry.get(name)) for log_entry in entries]
+    return curves
+
+
+def _rounded(number: float | None) -> float | None:
+    """Returns a number with five significant digits."""
+    if number is None:
+        return None
+    return float(f"{number:.5g}")

@@ -16,7 +16,8 @@ from ..assembly.merge import merge_adapter
 from ..checkpoint.files import ADAPTER_CONFIG, finished_folder
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import torch_dtype
-from ..errors import Printed, check_installed
+from ..console import Printed
+from ..extras import check_installed
 from .ollama import modelfile
 from .requirements import check_exportable
 from .text import SCRIPT, find_script, script_command, write_text

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from ..checkpoint.opening import Checkpoint
-from ..checkpoint.untrusted import check_weights, loading
+from ..checkpoint.untrusted import fetch_checked_weights, refuse_unreadable
 from .projector import Projector
 from .requirements import feature_layers
 
@@ -69,8 +69,8 @@ def read_vision_parts(checkpoint: Checkpoint) -> VisionParts:
 
 
 def _vision_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    for file in check_weights(checkpoint.name, checkpoint.revision):
-        with loading(str(file)), safe_open(file, "pt") as tensors:
+    for file in fetch_checked_weights(checkpoint.name, checkpoint.revision):
+        with refuse_unreadable(str(file)), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is not a dictionary)
                 if "vision_tower." in name or "multi_modal_projector." in name:
                     yield name, tensors.get_tensor(name)

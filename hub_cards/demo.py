@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from .. import evaluation
 from ..checkpoint.files import find_checkpoint
-from ..errors import check_installed
+from ..extras import check_installed
 from .push.repository import Repository, find_repository, push
 
 
@@ -44,6 +44,10 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         checkpoint: Folder or Hub id.
         host: Address to listen on.
         port: By default the first free one from 7860.
+
+    Raises:
+        ValueError: The checkpoint does not exist, or is not of this package.
+        ImportError: Gradio is not installed.
     """
     source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
@@ -93,12 +97,18 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     }
 
 
-def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Repository:
-    """Returns the Space of a model as it is now.
+def require_own_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Repository:
+    """Reads the Space of a model, and returns it if it may be written.
+
+    Args:
+        api: The client of the account that publishes.
+        repo_id: Hub id of the model.
+        replace_files: Whether files that others have changed may be overwritten.
 
     Raises:
         ValueError: This package did not publish it. Or somebody has changed a file that would be
             overwritten, and `replace_files` is False.
+        OSError: The Hub or the connection failed.
     """
     from .push.record import additions, check_files_of_others  # it imports torch
 
@@ -127,7 +137,7 @@ def push_space(space: Repository, model: str, commit: str, notify: Callable[[str
         The address of its page.
 
     Raises:
-        OSError: It could not be published; says that the model is.
+        OSError: It could not be published. The message says that the model is.
     """
     from .push.record import additions  # it imports torch
 

@@ -31,7 +31,7 @@ MAPS = (
     "others are of one layer each. The percentage is the share of all attention that falls on the "
     "image."
 )
-SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, has room
+SPACE_MEMORY = 12 * 2**30  # bytes of weights that fit a free Space of 16 GB
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
 DISPLAYED_SIDE = 336  # pixels, of the longer side of heat maps, or some more
 MAX_RATIO = 200  # of the longer side: image processors that resize the shorter one take memory
@@ -120,7 +120,7 @@ def answer(
         The answer so far, and None or the [`heatmaps`].
 
     Raises:
-        gr.Error: There is no image or question, or the image cannot be read.
+        gr.Error: The image or the question is missing, or the image cannot be read.
     """
     question = (question or "").strip()
     if not file or not question:
@@ -135,12 +135,13 @@ def answer(
     for piece in stream:
         answer_text += piece
         yield answer_text, None
-    attention_maps = heatmaps(model, processor, inputs, stream.ids)
-    yield answer_text.strip() or "(The answer is empty.)", attention_maps
+    maps = attention(model, processor, inputs, stream.ids)
+    pictures = heatmaps(maps, inputs["pixel_values"][0], processor)
+    yield answer_text.strip() or "(The answer is empty.)", pictures
 
 
 def open_image(file: str) -> Image.Image:
-    """Returns an image as upright RGB, on white where it is transparent.
+    """Reads an image as upright RGB, on white where it is transparent.
 
     Raises:
         gr.Error: It cannot be read.
@@ -211,20 +212,20 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
     return maps
 
 
-def heatmaps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
+def heatmaps(
+    maps: dict[int, Tensor], pixels: Tensor, processor: Any
+) -> list[tuple[Image.Image, str]]:
     """Draws the image, as the encoder gets it, under the attention to it.
 
     Args:
-        model: The model, loaded with [`ATTENTION`].
-        processor: Its processor.
-        inputs: The inputs of the prompt.
-        ids: The tokens of prompt and answer, of shape `(1, tokens)`.
+        maps: The attention by layer, from [`attention`].
+        pixels: The image as the encoder gets it, of shape `(3, height, width)`.
+        processor: The processor of the model.
 
     Returns:
         An image and its caption for the mean of layers, then for each layer.
     """
-    maps = attention(model, processor, inputs, ids)
-    pixels = inputs["pixel_values"][0].float().cpu()
+    pixels = pixels.float().cpu()
     image = _displayed(pixels, processor.image_processor)
     grey = image.convert("L").convert("RGB")
     row_count = pixels.shape[1] // processor.patch_size
@@ -259,7 +260,7 @@ def _displayed(pixels: Tensor, image_processor: Any) -> Image.Image:
 
 
 def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
-    """Returns float32 if it fits a free Space, since it is fast on every CPU; else "auto".
+    """Returns float32 if it fits a free Space, since it is fast on every CPU. Otherwise "auto".
 
     Args:
         config: The model's configuration.
@@ -273,8 +274,7 @@ def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
 
 def main(folder: Path) -> None:
     """Serves the model that `space.json` names, with the code that comes with it."""
-    settings_text = (folder / "space.json").read_text(encoding="utf-8")
-    settings = json.loads(settings_text)
+    settings = json.loads((folder / "space.json").read_bytes())
     model_id = settings["model"]
     revision = settings["revision"]
     code: dict[str, Any] = {"code_revision": revision, "trust_remote_code": True}

@@ -9,9 +9,14 @@ import torch
 from safetensors import safe_open
 
 from ..checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
-from ..checkpoint.untrusted import check_files, check_weights, json_object, loading
+from ..checkpoint.untrusted import (
+    check_files,
+    fetch_checked_weights,
+    json_object,
+    refuse_unreadable,
+)
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..diagnose.report import REPORT, SCHEMA_VERSION, report_json
+from ..diagnose.report import REPORT, SCHEMA_VERSION
 
 
 DIAGNOSTICS = "diagnostics"
@@ -30,18 +35,23 @@ def notices(folder: Path) -> list[str]:
     return sorted(notice_paths)
 
 
-def public_report(text: str) -> tuple[bytes, list[str]]:
-    """Removes questions, images, attention maps and drawings of samples from a report.
+def read_public_report(folder: Path) -> dict[str, Any]:
+    """Reads the report of a checkpoint's diagnosis, without what belongs to single samples.
 
-    Args:
-        text: The content of `report.json`.
+    Questions, images, attention maps and drawings of samples are removed.
 
     Returns:
-        The content without them, and the names of the figures that it still has.
+        The content of `report.json`. It is empty if there is none.
+
+    Raises:
+        ValueError: It is not valid, or has another schema.
     """
+    report_file = folder / DIAGNOSTICS / REPORT
+    if not report_file.is_file():
+        return {}
     report_path = f"{DIAGNOSTICS}/{REPORT}"
-    with loading(report_path, remedy="Diagnose again, or remove it."):
-        content = json_object(text.encode(), report_path)
+    with refuse_unreadable(report_path, remedy="Diagnose again, or remove it."):
+        content = json_object(report_file.read_bytes(), report_path)
         schema_version = content["schema_version"]
         if schema_version != SCHEMA_VERSION:
             raise ValueError(
@@ -57,7 +67,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
                 kept_figures.append(figure)
         content["figures"] = kept_figures
         content["provenance"].pop("first question", None)
-    return report_json(content).encode(), [figure["file"] for figure in kept_figures]
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -69,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / ADAPTER_CONFIG).is_file():
         check_adapter(folder)
         return [folder / ADAPTER_WEIGHTS]
-    return check_weights(folder)
+    return fetch_checked_weights(folder)
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | None]:
@@ -108,7 +118,7 @@ def read_norm(folder: Path) -> dict[str, torch.Tensor]:
     """
     norm_tensors = {}
     for weight_file in weight_files(folder):
-        with loading(str(weight_file)), safe_open(weight_file, "pt") as tensors:
+        with refuse_unreadable(str(weight_file)), safe_open(weight_file, "pt") as tensors:
             for tensor_name in tensors.keys():  # noqa: SIM118
                 if "multi_modal_projector.norm." in tensor_name:
                     norm_tensors[tensor_name] = tensors.get_tensor(tensor_name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of the quickstart: asking and diagnosing its models, drawing and printing them."""
+"""The results of the quickstart: asks and diagnoses its models, draws and prints what they gave."""
 
 import json
 from collections.abc import Sequence
@@ -34,16 +34,20 @@ METRICS["emoji"] = (EMOJI_TASK, "acc")
 def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, Any]:
     """Asks a checkpoint the held-out questions.
 
-    Results are kept in its folder, and used if they are there.
+    Results are kept in its folder. If they are there, nothing is asked again.
 
     Args:
         checkpoint: The checkpoint.
-        limit: How many questions of each task to ask; None for all.
-        bf16: Multiply matrices in bfloat16.
+        limit: How many questions of each task to ask. None asks all.
+        bf16: Whether matrices are multiplied in bfloat16.
 
     Returns:
         `"accuracy"`, `"blank"` (the accuracy with a white image), `"majority"` (the accuracy of
-        always the commonest answer) and `"count"` (of questions), each by kind of question.
+        always giving the commonest answer) and `"count"` (the number of questions). Each is a
+        mapping by kind of question.
+
+    Raises:
+        RuntimeError: A task could not be run.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device_type, torch.bfloat16, enabled=bf16):
@@ -101,8 +105,8 @@ def read_report(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / DIAGNOSTICS / REPORT).read_text(encoding="utf-8"))
 
 
-def draw_answers(answered: Sequence[tuple[Question, str]], output: Path) -> None:
-    """Draws held-out images with question, answer and truth into one PNG."""
+def write_answers_image(answered: Sequence[tuple[Question, str]], output: Path) -> None:
+    """Writes a PNG of held-out images, each with its question, the answer and the truth."""
     column_count = 4
     row_count = ceil(len(answered) / column_count)
     figure = Figure(figsize=(2.4 * column_count, 2.7 * row_count), layout="constrained")
@@ -116,7 +120,7 @@ def draw_answers(answered: Sequence[tuple[Question, str]], output: Path) -> None
 
 
 def _draw_answer(axes: Axes, question: Question, answer: str) -> None:
-    """Draws an image under its question and the answer, and the truth below if that is wrong."""
+    """Draws an image, above it the question and the answer, below it the truth if that is wrong."""
     text_style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
     answer_choices = CHOICES.get(question.kind, (question.answer,))
     is_right = named(answer, answer_choices) == question.answer
@@ -130,7 +134,7 @@ def _draw_answer(axes: Axes, question: Question, answer: str) -> None:
 
 
 def print_results(console: Console, results: dict, output: Path, pages: Sequence[Path]) -> None:
-    """Prints accuracy by kind with its controls, the time taken, the verdicts and the files.
+    """Prints the accuracy by kind of question with its controls, the time, the verdicts and files.
 
     Args:
         console: Where they are printed.

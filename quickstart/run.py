@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart. It resumes: a step is skipped if its result, written atomically, exists."""
+"""The quickstart. It resumes: a step is skipped if its result exists, written atomically."""
 
 import json
 import shlex
@@ -28,8 +28,8 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
-from .results import ask_held_out, diagnose_once, draw_answers, print_results, read_report
-from .train import rows_of, stage, train_stage, write_data
+from .results import ask_held_out, diagnose_once, print_results, read_report, write_answers_image
+from .train import rows_of, stage, train_stage, write_stage_data
 
 
 JOURNAL = "journal.json"  # settings, precision and seconds of finished steps, to resume with
@@ -38,13 +38,13 @@ IMAGE_SIZE = 56  # side in pixels; a visual token is 14 by 14
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a quickstart run; tests take smaller ones."""
+    """Settings of a quickstart run. Tests take smaller ones."""
 
     stage1: dict[str, Any]  # options of the two recipes
     stage2: dict[str, Any]
     seed: int = 0  # of the data and the projector; the recipes have seeds of their own
-    asked: int | None = None  # held-out questions of each task; None for all: 300 and 48
-    asked_before: int = 12  # the same, for the untrained model
+    asked: int | None = None  # held-out questions of each task; None for all, 300 and 48
+    asked_before: int = 12  # of each task, for the untrained model
     shown_per_kind: int = 3  # questions in the image, asked after reloading
     diagnosed: int = 64  # held-out images
 
@@ -59,7 +59,7 @@ class Settings:
 
 
 class Journal:
-    """What a run writes down to be resumed: its settings, its precision and its finished steps.
+    """The file of a run that it resumes from: its settings, its precision and its finished steps.
 
     Attributes:
         bf16: Whether matrices are multiplied in bfloat16.
@@ -80,14 +80,14 @@ class Journal:
         if not state:
             bf16 = half_precision_pays()
             state = {"settings": current_settings, "bf16": bf16, "seconds": {}}
-        changed_names = []
-        for name, value in current_settings.items():
-            if state["settings"].get(name) != value:
-                changed_names.append(name)
-        if changed_names:
+        kept_settings = state["settings"]
+        changed = [
+            name for name in current_settings if kept_settings.get(name) != current_settings[name]
+        ]
+        if changed:
             remedy = "name another output folder, or remove this one"
-            changes = ", ".join(changed_names)
-            raise ValueError(f"{output} holds a run with other settings ({changes}): {remedy}")
+            names = ", ".join(changed)
+            raise ValueError(f"{output} holds a run with other settings ({names}): {remedy}")
         self.bf16: bool = state["bf16"]
         self.seconds: dict[str, float] = state["seconds"]
         self.state = state
@@ -95,7 +95,7 @@ class Journal:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Announces and times a step. One that an earlier run has finished keeps its time."""
+        """Announces and times a step. A step that an earlier run has finished keeps its time."""
         step_title = f"[bold]{name}[/]"
         if name in self.seconds:
             step_title += ", finished before"
@@ -108,7 +108,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Materials:
-    """What a model is built and trained from: folders of the two parts, and of both data sets."""
+    """Folders of the two parts that a model is built from, and of the data of both stages."""
 
     vision: str
     language: str
@@ -124,20 +124,20 @@ def run_quickstart(
         output: Folder of the run. The trained checkpoint is in `model`.
         settings: The settings of the run. It is resumed only with the same ones.
         full_baseline: Also build, train and evaluate the same model without the norm, and compare
-            both after stage 1 and finished. It is done without being asked for if an earlier run
-            has trained it.
+            both after stage 1 and at the end. A baseline that an earlier run has trained is always
+            compared.
 
     Returns:
-        What `results.json` in the folder holds.
+        The content of `results.json` in the folder.
 
     Raises:
-        ValueError: The folder holds something else, or a run with other settings.
+        ValueError: The folder holds something else, or a run with other settings, or several GPUs
+            are visible.
+        FetchError: An archive cannot be fetched.
     """
-    names: set[str] = set()
-    if output.exists():
-        names = {path.name for path in output.iterdir()} - {LOCK}
+    names = {path.name for path in output.glob("*")} - {LOCK}
     if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
-        raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote. Choose another.")
+        raise ValueError(f"{output} holds {min(names)}, not from a quickstart. Choose another.")
     if torch.cuda.device_count() > 1:
         raise ValueError("The quickstart trains on one GPU: set CUDA_VISIBLE_DEVICES=0.")
     with only_run(output):
@@ -145,6 +145,7 @@ def run_quickstart(
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
+    """Runs the steps of [`run_quickstart`] that are not finished, and returns all results."""
     journal = Journal(output, settings)
     console = journal.console
     logging.disable_progress_bar()  # these parts load in a second
@@ -156,9 +157,9 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with journal.step("convert"):
         vision_folder = str(convert_vision(IMAGE_SIZE))
         materials = Materials(vision_folder, str(convert_language()), output / "data")
-        stage1_rows = rows_of(settings.stage1)
-        stage2_rows = rows_of(settings.stage2)
-        write_data(materials.data, stage1_rows, stage2_rows, settings.seed)
+        write_stage_data(
+            materials.data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed
+        )
     model = _train_model(output, "gwc", materials, settings, journal)
     with journal.step("evaluate before"):
         scores_before = ask_held_out(output / "untrained", settings.asked_before, journal.bf16)
@@ -167,7 +168,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with journal.step("reload"):
         questions = _shown_questions(settings.shown_per_kind)
         shown_answers, deviation = reload(model, questions)
-        draw_answers(list(zip(questions, shown_answers, strict=True)), output / "images.png")
+        write_answers_image(list(zip(questions, shown_answers, strict=True)), output / "images.png")
     baseline_folder = output / "baseline"
     baseline_model = None
     baseline_scores = None
@@ -249,7 +250,7 @@ def _train_model(
 
 
 def _shown_questions(count: int) -> list[Question]:
-    """Returns the held-out questions in the image: `count` of each kind, and as many of emoji."""
+    """Returns the held-out questions to show: `count` of each kind, and as many of emoji."""
     kinds = len(QUESTION_KINDS) + 1  # emoji come last
     return held_out(count)[: count * kinds]
 
@@ -259,16 +260,16 @@ def _chosen(scores: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def command_to_ask(model: Path, question: Question) -> str:
-    """Returns the command that asks a question of the quickstart as in training."""
+    """Returns the command that asks a question as in training."""
     words = ["normalign", "ask", str(model), str(question.image), question.text]
     return shlex.join([*words, "--system", SYSTEM])
 
 
 def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:
-    """Loads a checkpoint in this package, and with its own code in a clean process.
+    """Loads a checkpoint in this package, and again with its own code in a clean process.
 
     Returns:
-        The answers of the first to the questions, and how the logits of the second differ.
+        The answers of the first model, and how the logits of the second one differ, or None.
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)

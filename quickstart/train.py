@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's two training stages: recipes, run as `normalign train` would, and data."""
+"""The quickstart's two training stages: data, and recipes run as `normalign train` runs them."""
 
 import shutil
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..checkpoint.files import finished_folder
+from ..data.rows.values import as_list
 from ..fetched.easy_vqa import training_data
 from ..train.command import read_recipe, recipe_file
 from ..train.keeping.checkpoints import checkpoints_in
@@ -17,7 +18,7 @@ from ..train.run import train
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:
-    """Returns the options that one of the package's recipes sets, with changes."""
+    """Reads the options that one of the package's recipes sets, with changes."""
     return {**read_recipe(recipe_file(recipe)), **changes}
 
 
@@ -26,8 +27,8 @@ def rows_of(options: dict[str, Any]) -> int:
     return options["max_steps"] * options["global_batch_size"]
 
 
-def write_data(output: Path, first: int, second: int, seed: int) -> None:
-    """Writes the conversations of both stages, unless they exist. No conversation is in both.
+def write_stage_data(output: Path, first: int, second: int, seed: int) -> None:
+    """Writes the conversations of both stages, unless the folder exists. None is in both stages.
 
     Args:
         output: Folder of the two data sets, `stage1` and `stage2`.
@@ -54,15 +55,14 @@ def train_stage(
 ) -> None:
     """Trains one stage, unless its result exists.
 
-    Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is
-    resumed.
+    Until the run is finished, it is in the folder `OUTPUT-trainer`. There a stopped run resumes.
 
     Args:
         options: The options of [`stage`].
         checkpoint: What is trained.
         data: Folder of a data set.
         output: Folder of the result: a checkpoint or an adapter.
-        bf16: Multiply matrices in bfloat16; trained parameters stay float32.
+        bf16: Whether matrices are multiplied in bfloat16. Trained parameters stay float32.
         callbacks: Callbacks of the trainer.
     """
     run_folder = output.with_name(output.name + "-trainer")
@@ -86,11 +86,7 @@ def train_stage(
 
 def words(options: dict[str, Any]) -> list[str]:
     """Returns options as the words of a command line."""
-    command_line = []
+    command_line: list[str] = []
     for option_name, option_value in options.items():
-        command_line.append(f"--{option_name}")
-        if isinstance(option_value, list):
-            command_line.extend(map(str, option_value))
-        else:
-            command_line.append(str(option_value))
+        command_line += [f"--{option_name}", *map(str, as_list(option_value))]
     return command_line

@@ -20,9 +20,10 @@ from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, __version__
-from normalign_llava.checkpoint.untrusted import loading
+from normalign_llava.checkpoint.untrusted import refuse_unreadable
 from normalign_llava.cli import app
-from normalign_llava.errors import errors_for_people, install
+from normalign_llava.errors import exit_on_error
+from normalign_llava.extras import how_to_install
 from normalign_llava.train.command import SHOWN
 from normalign_llava.train.parsing import option_parser
 
@@ -107,17 +108,17 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     (tmp_path / "config.json").write_text("{}")  # which cannot be loaded
     named = ("--model_name_or_path", tmp_path, "--dataset_name", "no/data")
     result = invoke("train", *named, "--load_in_4bit")
-    needed = f"load_in_4bit needs bitsandbytes, which is not installed. {install('qlora')}."
+    needed = f"load_in_4bit needs bitsandbytes, but it is not installed. {how_to_install('qlora')}."
     assert result.exit_code == 1 and result.stderr == f"Error: {needed}\n"
     assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkp")
 
 
 FAILS = """
 import builtins, sys, typer
-from normalign_llava.errors import errors_for_people
+from normalign_llava.errors import exit_on_error
 
 try:
-    with errors_for_people():
+    with exit_on_error():
         raise getattr(builtins, sys.argv[1])(sys.argv[2])
 except typer.Exit:
     sys.exit(1)
@@ -231,7 +232,7 @@ def out_of_memory(folder):
 def test_a_gpu_s_error_is_told_as_such_not_as_a_checkpoint_s(capsys, checkpoint, function, words):
     if "CUDA" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(typer.Exit), errors_for_people(full="Less!"), loading("The model X"):
+    with pytest.raises(typer.Exit), exit_on_error(full="Less!"), refuse_unreadable("The model X"):
         function(checkpoint)
     line = capsys.readouterr().err.splitlines()[-1]  # after a bar
     assert re.match(f"Error: {words}", line), line
@@ -241,7 +242,7 @@ def test_a_library_that_crashes_ends_a_command_in_a_sentence(capsys):
     pattern = Regex(12 * "(" + "[a-z ]" + 12 * "+)" + "Z")  # takes too many attempts
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     tokenizer.pre_tokenizer = Split(pattern, "isolated")
-    with pytest.raises(typer.Exit), errors_for_people():
+    with pytest.raises(typer.Exit), exit_on_error():
         tokenizer.encode("what is it, what is it?")
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.match("Error: A native library crashed: .*retry-limit.* Use another", line), line
@@ -250,7 +251,7 @@ def test_a_library_that_crashes_ends_a_command_in_a_sentence(capsys):
 def test_memory_that_a_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint, tmp_path):
     trainer = training.trainer(tmp_path, checkpoint, per_device_train_batch_size=2)
     trainer.model.register_forward_pre_hook(lambda *_: torch.empty(2**50) and None)
-    with pytest.raises(typer.Exit), errors_for_people(full="Less!"):
+    with pytest.raises(typer.Exit), exit_on_error(full="Less!"):
         trainer.train()
     line = capsys.readouterr().err.splitlines()[-1]
     place = r"in a forward and backward pass of 2 x \d+ tokens"

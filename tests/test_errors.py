@@ -18,20 +18,11 @@ from rich.control import Control
 from rich.table import Table
 from rich.text import Text
 
-from normalign_llava import errors
-from normalign_llava.errors import (
-    Console,
-    NotWritable,
-    Printed,
-    check_installed,
-    device_error,
-    errors_for_people,
-    escaped,
-    hide_notices,
-    printable,
-    write_failure,
-    writing_to,
-)
+from normalign_llava.console import Console, Printed, escaped, printable
+from normalign_llava.devices import device_error
+from normalign_llava.errors import NotWritable, exit_on_error, write_failure, writing_to
+from normalign_llava.extras import check_installed
+from normalign_llava.log_filters import NOTICES, hide_notices
 
 
 @pytest.mark.parametrize(
@@ -172,7 +163,7 @@ def test_an_error_of_a_device_is_told_as_such(error, said):
 
 def ended(error, *notes, **options):
     """The status with which a command ends that raises an error."""
-    with pytest.raises(typer.Exit) as exit, errors_for_people(**options):
+    with pytest.raises(typer.Exit) as exit, exit_on_error(**options):
         raise raised(error, *notes)
     return exit.value.exit_code
 
@@ -209,13 +200,13 @@ def test_a_module_that_is_missing_belongs_to_the_extra_of_the_command(capsys):
     "error", [KeyError("ours"), RuntimeError("ours"), SystemExit(3), typer.Exit(0)], ids=repr
 )
 def test_what_is_no_user_s_error_goes_on_as_it_is(capsys, error):
-    with pytest.raises(type(error)) as caught, errors_for_people(extra="demo"):
+    with pytest.raises(type(error)) as caught, exit_on_error(extra="demo"):
         raise error
     assert caught.value is error and capsys.readouterr() == ("", "")
 
 
 def test_a_pipe_that_was_closed_is_no_error(capsys):
-    with pytest.raises(BrokenPipeError), errors_for_people():
+    with pytest.raises(BrokenPipeError), exit_on_error():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     assert capsys.readouterr().err == ""
 
@@ -240,7 +231,7 @@ def test_a_command_that_is_stopped_says_what_is_left_and_is_not_stopped_twice(
 ):
     monkeypatch.delenv("RANK", raising=False)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(typer.Exit) as exit, errors_for_people(stopped="Nothing was written."):
+    with pytest.raises(typer.Exit) as exit, exit_on_error(stopped="Nothing was written."):
         try:
             os.kill(os.getpid(), number)
         finally:
@@ -262,7 +253,7 @@ def test_what_is_known_of_a_stop_is_told_by_the_first_process_alone(capsys, monk
 def test_a_signal_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with errors_for_people():
+        with exit_on_error():
             inside = signal.getsignal(signal.SIGINT)
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         assert inside == signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -338,7 +329,7 @@ def test_why_a_file_was_not_written_may_be_the_cause_of_the_error():
 
 def test_a_module_that_is_needed_is_named_with_its_extra():
     check_installed("json", "demo", "The demo")
-    words = r"^The demo needs no_such_module, which is not installed\. .*'\.\[demo\]' in a"
+    words = r"^The demo needs no_such_module, but it is not installed\. .*'\.\[demo\]' in a"
     with pytest.raises(ImportError, match=words):
         check_installed("no_such_module", "demo", "The demo")
 
@@ -346,7 +337,7 @@ def test_a_module_that_is_needed_is_named_with_its_extra():
 @pytest.fixture
 def unhidden(monkeypatch):
     """Loggers and warnings as before any command."""
-    for name in errors.NOTICES:
+    for name in NOTICES:
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
     with warnings.catch_warnings():
         warnings.resetwarnings()
@@ -367,7 +358,7 @@ def warned(module, category):
 def test_notices_are_hidden_unless_python_is_told_to_warn(unhidden, monkeypatch, options):
     monkeypatch.setattr(sys, "warnoptions", options)
     hide_notices()
-    for name, notice in errors.NOTICES.items():
+    for name, notice in NOTICES.items():
         assert passes(name, f"See: {notice}, and so on") == bool(options)
         assert passes(name, "What matters")
     for module in ("torch.ao", "transformers.trainer", "trl.models", "peft.tuners"):

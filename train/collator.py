@@ -13,7 +13,7 @@ from transformers import LlavaProcessor
 from trl.trainer.utils import pad
 
 from ..assembly.processing import settle
-from ..checkpoint.untrusted import loading
+from ..checkpoint.untrusted import refuse_unreadable
 from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import decode_image
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
@@ -62,7 +62,7 @@ class ConversationCollator:
         self._last_rows: dict[str, int] = {}  # the highest number of a row read of each source
         settle(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
-        with loading("The chat template"):
+        with refuse_unreadable("The chat template"):
             ((_, labels),) = self._encoded([{"messages": _PROBE}])
         if (labels == _IGNORED).all():
             raise ValueError(

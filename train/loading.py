@@ -44,7 +44,7 @@ def load(plan: Plan) -> LoadedModel:
         quantization = plan.model.quantization
         loaded = load_model(checkpoint, settings, plan.learning_rates, quantization, has_adapters)
         commit = checkpoint.revision
-        weights_in = weights.index_folder(loaded.name_or_path, commit)
+        weights_in = weights.fetch_index_folder(loaded.name_or_path, commit)
     stop_as_trained(loaded, plan.model.processor)  # which may not be the checkpoint's
     precision = plan.precision
     if precision.is_tried and not settings.dry_run:

@@ -16,7 +16,7 @@ from transformers import DataCollator
 from trl import SFTTrainer
 
 from ..checkpoint.precision import memory_limit
-from ..errors import Printed
+from ..console import Printed
 from .collator import ConversationCollator
 from .keeping.summary import gib, titled_table
 from .modules.sizes import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes

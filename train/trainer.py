@@ -33,12 +33,12 @@ from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
-from ..checkpoint.notices import checkpoint_notices, write_notices
+from ..checkpoint.notices import fetch_notices, write_notices
 from ..checkpoint.opening import Checkpoint, read_record
+from ..console import Console, Printed
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
-from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.finite import FiniteCheck
 from .callbacks.loss_curve import LossCurve
@@ -235,7 +235,7 @@ class NormAlignTrainer(SFTTrainer):
         self.record = training_record(plan, loaded, options)
         name = loaded.model.name_or_path
         self.build = read_record(name, BUILD_RECORD, loaded.commit)
-        self.notices = checkpoint_notices(self.build, name, loaded.commit)
+        self.notices = fetch_notices(self.build, name, loaded.commit)
         self.measurements = Measurements(loaded.settings)
         self.probe: Any = None
         self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps

@@ -4,7 +4,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from datasets import Dataset
 from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
-from ...errors import Console, escaped, printable
+from ...console import Console, escaped, printable
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
-from .images import ImageRules, PlainFiles, Problem, StoredImage, image_problem
+from .images import ImageRules, PlainFiles, Problem, image_problem
 from .once import warn_once
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Message, Row
@@ -41,19 +42,19 @@ NOT_USED = "columns not used"  # title of the columns, and keys of turns, that a
 _CHUNK = 16  # rows whose images are read and opened together
 _LISTED = 5000  # rows whose files are looked for together
 _SHOWN = 5  # reasons in an error
-_VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kind
+_VALUES = re.compile(r"\d+|, got .*")  # they differ between reasons of one kind
 
 
 @dataclass
 class Checks:
-    """Options of the checks. Fields without a comment are options of the data."""
+    """Options of the checks. `DataArguments` describes the fields without a comment."""
 
     processor: LlavaProcessor | None  # None to count no tokens
-    max_length: int | None = None  # tokens, image tokens included, above which a row is dropped
+    max_length: int | None = None  # tokens, with image tokens; longer rows are dropped
     bad_rows: str | float | None = None
     check_images: bool = False
     dropped_rows: DroppedRows | None = None  # records dropped rows
-    processes: int | None = None  # that check rows in memory; by default one for each core
+    processes: int | None = None  # number that checks rows in memory; by default one for each core
 
     def too_long(self, row: ParsedRow) -> DroppedRow | None:
         """Returns the row as a dropped one if it has too many tokens, or None."""
@@ -61,7 +62,7 @@ class Checks:
         if self.max_length is None or length <= self.max_length:
             return None
         reason = f"{length} tokens, more than max_length {self.max_length}"
-        return DroppedRow(row["source"], row["row"], row["file"], reason, length)
+        return DroppedRow(row["source"], row["row"], row.get("file"), reason, length)
 
 
 @dataclass
@@ -104,12 +105,12 @@ class DataReport:
 def share_of_bad_rows(
     option: str | float | None, source: "Source", rows: int | None = None
 ) -> float:
-    """Returns the share of a source's rows that may be bad.
+    """Returns the largest share of a source's rows that may be bad.
 
     Args:
         option: The option `bad_rows`.
         source: A data set.
-        rows: The number of its rows; None for a stream.
+        rows: The number of its rows, or None for a stream.
     """
     if option == "stop":
         return 0.0
@@ -124,7 +125,7 @@ def share_of_bad_rows(
 def check_share(
     source: "Source", bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
 ) -> None:
-    """Raises ValueError if all rows of a source are bad, or [`too_many`] of them.
+    """Raises [`BadRow`] if all rows of a source are bad, or [`too_many`] of them.
 
     Args:
         source: A data set.
@@ -192,7 +193,7 @@ def _parse(
     If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
     """
     row: ParsedRow = {
-        **vars(Row("")),
+        **vars(Row("", [], [], [], {}, [], [], [])),
         "source": source,
         "row": number,
         "file": image_name(raw),
@@ -246,44 +247,36 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     encoded only once. This gives the same tokens, because a special token ends the text before it.
     Texts are not divided at special tokens whose options change that.
     """
-    dividing_tokens = _dividing_tokens(tokenizer)
-    pieces_by_text = [_pieces(text, dividing_tokens) for text in texts]
+    dividing_tokens = []
+    for token in tokenizer.added_tokens_decoder.values():
+        depends_on_text = token.normalized or token.lstrip or token.single_word
+        if token.special and not depends_on_text:
+            dividing_tokens.append(token.content)
+    dividing_pattern = any_of(dividing_tokens)
+    pieces_by_text = []
+    for text in texts:
+        token_starts = [match.start() for match in dividing_pattern.finditer(text)]
+        boundaries = [0, *token_starts, len(text)]
+        pieces_by_text.append([text[start:end] for start, end in pairwise(boundaries)])
     distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
     encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
-    ids_by_piece = {}
-    for piece, encoding in zip(distinct_pieces, encodings, strict=True):
-        ids_by_piece[piece] = encoding.ids
+    encoding_by_piece = dict(zip(distinct_pieces, encodings, strict=True))
     ids_by_text = []
     for pieces in pieces_by_text:
-        ids_of_pieces = [ids_by_piece[piece] for piece in pieces]
-        ids_by_text.append(list(chain.from_iterable(ids_of_pieces)))
+        token_ids: list[int] = []
+        for piece in pieces:
+            token_ids += encoding_by_piece[piece].ids
+        ids_by_text.append(token_ids)
     return ids_by_text
-
-
-def _dividing_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens that do not depend on what is before them."""
-    contents = []
-    for token in tokenizer.added_tokens_decoder.values():
-        depends = token.normalized or token.lstrip or token.single_word
-        if token.special and not depends:
-            contents.append(token.content)
-    return any_of(contents)
-
-
-def _pieces(text: str, dividing_tokens: re.Pattern[str]) -> list[str]:
-    """Divides a text before each of the tokens."""
-    token_starts = [match.start() for match in dividing_tokens.finditer(text)]
-    boundaries = [0, *token_starts, len(text)]
-    return [text[start:end] for start, end in pairwise(boundaries)]
 
 
 def rendered(
     processor: LlavaProcessor, conversations: list[list[Message]]
 ) -> list[str | Exception]:
-    """Returns the text of each conversation, or the error with which the template refuses it."""
+    """Returns the text of each conversation, or the error of a template that refuses it."""
     if not conversations:
         return []
     joined_messages = []
@@ -309,14 +302,11 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
     return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
 
 
-def image_problems(
-    images: Callable[[range], list[list[StoredImage]]], count: int, name: str, rules: ImageRules
-) -> dict[int, Problem]:
+def image_problems(rows: Dataset, name: str, rules: ImageRules) -> dict[int, Problem]:
     """Opens the images of rows. The processes share the work.
 
     Args:
-        images: Returns the images of some rows that follow each other.
-        count: The number of rows.
+        rows: Rows in parsed form.
         name: The name of the data set, to be shown.
         rules: Which files images may be.
 
@@ -326,13 +316,14 @@ def image_problems(
 
     def find_problems(numbers: range) -> list[tuple[int, Problem]]:
         row_problems = []
-        for row_number, row_images in zip(numbers, images(numbers), strict=True):
+        images_by_row = rows[numbers]["images"]
+        for row_number, row_images in zip(numbers, images_by_row, strict=True):
             row_problem = image_problem(row_images, rules)
             if row_problem:
                 row_problems.append((row_number, row_problem))
         return row_problems
 
-    chunks = _chunks(_own_rows(count), _CHUNK)
+    chunks = _own_chunks(len(rows), _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
             threads.map(find_problems, chunks),
@@ -345,59 +336,43 @@ def image_problems(
         return dict(gather_object(list(chain.from_iterable(results))))
 
 
-def unopened_image_problems(
-    paths: Callable[[range], list[list[str]]], count: int, rules: ImageRules
-) -> dict[int, Problem]:
+def unopened_image_problems(paths: Sequence[list[str]], rules: ImageRules) -> dict[int, Problem]:
     """Finds images that do not exist or are not allowed. No image is opened.
 
-    Folders are listed, and what is not a plain file in an allowed folder is looked at by itself.
-    The processes share the work.
+    Folders are listed. Only paths that are not plain files in an allowed folder are looked at one
+    by one. The processes share the work.
 
     Args:
-        paths: Returns the paths of images of some rows that follow each other.
-        count: The number of rows.
+        paths: The paths of the images of each row. They are read a slice at a time.
         rules: Which files images may be.
 
     Returns:
         The file and the reason, by number of the rows with such images.
     """
-    chunks = _chunks(_own_rows(count), _LISTED)
+    chunks = _own_chunks(len(paths), _LISTED)
     images_by_folder = Counter[str]()
     for numbers in chunks:
-        for path in chain.from_iterable(paths(numbers)):
+        for path in chain.from_iterable(paths[numbers.start : numbers.stop]):
             folder = path.rpartition("/")[0]
             images_by_folder[folder] += 1
     plain_files = PlainFiles(images_by_folder, rules)
     problems: list[tuple[int, Problem]] = []
     for numbers in chunks:
-        paths_by_row = paths(numbers)
-        all_paths = list(chain.from_iterable(paths_by_row))
-        are_plain = iter(plain_files.include(all_paths).tolist())
+        paths_by_row = paths[numbers.start : numbers.stop]
+        other_paths = plain_files.missing(list(chain.from_iterable(paths_by_row)))
         for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
-            images = []
-            for path in row_paths:
-                if not next(are_plain):
-                    images.append({"path": path, "bytes": None})
+            images = [{"path": path, "bytes": None} for path in row_paths if path in other_paths]
             row_problem = image_problem(images, rules, decode=False)
             if row_problem:
                 problems.append((row_number, row_problem))
     return dict(gather_object(problems))
 
 
-def _chunks(rows: range, size: int) -> list[range]:
-    """Divides rows into ranges of at most `size` rows."""
-    chunks = []
-    for start in range(0, len(rows), size):
-        chunks.append(rows[start : start + size])
-    return chunks
-
-
-def _own_rows(count: int) -> range:
-    """Returns the range of rows that this process checks; `count` is the number of all rows."""
-    state = PartialState()
-    first_row = count * state.process_index // state.num_processes
-    end_row = count * (state.process_index + 1) // state.num_processes
-    return range(first_row, end_row)
+def _own_chunks(count: int, size: int) -> list[range]:
+    """Returns the ranges of at most `size` rows that this process checks, of `count` rows."""
+    chunks = [range(count)[start : start + size] for start in range(0, count, size)]
+    with PartialState().split_between_processes(chunks) as own_chunks:
+        return own_chunks
 
 
 def bad_rows_message(
@@ -414,7 +389,7 @@ def bad_rows_message(
         source: A data set.
         bad: Its bad rows.
         total: The number of all its rows.
-        shown: How many kinds of reason are shown at most; None for all.
+        shown: How many kinds of reason are shown at most. None shows all.
         use: What the rows are read for.
         share: The share of bad rows that is skipped at most.
     """
@@ -422,7 +397,7 @@ def bad_rows_message(
     if 0 < share < 1:
         lines.append(f"These are {len(bad):,} of {total:,} rows; a share of {share:g} may be bad.")
     if any(row.source != source.name for row in bad):
-        lines.append("To read another file alone, name it.")
+        lines.append("To read only one file, name it.")
     if len(bad) == total:
         lines.append("Fix them.")
     elif use == "trained on":
@@ -508,11 +483,11 @@ def counted(rows: Mapping[str, int]) -> str:
 
 
 def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None = None) -> list[str]:
-    """Returns a line for each kind of reason: the first row, and how many there are.
+    """Returns a line for each kind of reason, with the first row and the number of rows.
 
     Args:
         rows: Rows that cannot be trained on.
-        most: How many kinds are listed at most; None for all.
+        most: How many kinds are listed at most. None lists all.
         total: The number of all rows. If all of them have one reason, the line says so.
     """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}

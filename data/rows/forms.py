@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from ...errors import printable
+from ...console import printable
 from .images import MAX_PATH, SUFFIXES, short
 from .questions import LETTERS, Question, accepted_answers, read_question
 from .turns import Message, Row, Turn, alternating, image_parts, place_images, read_turns, text_part
@@ -31,7 +31,7 @@ class Form(NamedTuple):
     answer: str | None
 
 
-FORMS = (
+ROW_FORMS = (
     Form("conversations", None),
     Form("messages", None),
     Form("texts", None),
@@ -41,10 +41,10 @@ FORMS = (
     Form(None, "text"),
     Form(None, None),
 )
-"""The forms in order of precedence.
+"""The forms of rows, in order of precedence.
 
 A row has the first form whose columns it has. If there is none, it has the first form whose
-question it has. The first three are lists of turns; the others may be texts. In a form without a
+question it has. The first three are lists of turns. The others may be texts. In a form without a
 question column, a row has an image, and its question is [`PROMPT`]. A row without an answer is
 measured but not trained on.
 """
@@ -61,7 +61,7 @@ COLUMNS = {
     "answer_index",
     *LETTERS,
 }
-for _form_of_rows in FORMS:
+for _form_of_rows in ROW_FORMS:
     COLUMNS.update(filter(None, _form_of_rows))
 
 ALIASES = {
@@ -76,7 +76,8 @@ for _letter in LETTERS:
     ALIASES[f"choice_{_letter.lower()}"] = _letter
     ALIASES[f"option_{_letter.lower()}"] = _letter
 
-# Ms-swift's objects, LLaMA-Factory's videos and sounds. A tag of HTML is in a sentence, or closed.
+# Marks of ms-swift's objects, and of LLaMA-Factory's videos and sounds. In HTML, the same tag would
+# be in a sentence, or closed.
 _OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
 _QUESTIONS = [
     "question",
@@ -165,13 +166,15 @@ _LIST_OF_CAPTIONS = (
 
 
 class UnknownForm(ValueError):
-    """A row has none of the known forms."""
+    """A row has none of the [`ROW_FORMS`]."""
 
 
 def known_row(raw: Any) -> Row:
     """Reads a row of any known form, as [`read_row`] does.
 
-    If the form is unknown, the error names the `columns` with which the row would be read.
+    Raises:
+        ValueError: The row cannot be read. If its form is unknown, the message has the option
+            `--columns` that would make it readable.
     """
     try:
         return read_row(raw)
@@ -182,9 +185,13 @@ def known_row(raw: Any) -> Row:
 def read_row(raw: Any) -> Row:
     """Reads a row of any known form.
 
-    In a user's string, `<image>` and `<img>path</img>` become image parts, those at its beginning
-    and end without the line break beside them. If there are none, the images start the first user
-    turn, as in TRL. Raises ValueError, perhaps an [`UnknownForm`], if the row cannot be read.
+    In a user's text, `<image>` and `<img>path</img>` become image parts. At its beginning and end,
+    the line break beside them is left out. Without image parts, the images start the first user
+    turn, as in TRL.
+
+    Raises:
+        UnknownForm: The row has none of the forms.
+        ValueError: The row has a form, but cannot be read.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
@@ -194,7 +201,7 @@ def read_row(raw: Any) -> Row:
     named = dict(raw)
     for known_column, alias in aliases.items():
         named[known_column] = raw[alias]
-    images = _images(named)
+    images = _read_images(named)
     form = _form(named, has_images=bool(images))
     question = _read_question(named, form, aliases)
     answer, accepted, notes = _learned_answer(question, form)
@@ -202,11 +209,11 @@ def read_row(raw: Any) -> Row:
     left_out = []
     for turn in turns:
         left_out += turn.left_out
-    left_out += _unread_columns(raw, question, aliases)
-    _check_media(named, has_images=bool(images))
+    read_aliases = {aliases[column] for column in aliases.keys() & question.columns}
+    left_out += unread_keys(raw, question.columns | read_aliases)
+    _check_columns(named, has_images=bool(images))
     _check_marks(turns)
     _check_caption(named, form)
-    _check_is_wanted(named)
     turns, turn_changes = alternating(_with_system(turns, named.get("system")))
     turns = place_images(turns, images)
     return Row(
@@ -222,7 +229,7 @@ def read_row(raw: Any) -> Row:
 
 
 def _aliases(raw: Mapping) -> dict[str, str]:
-    """Returns the names in a row of columns that have other names there, by known name."""
+    """Returns the row's own names of columns in `ALIASES`, by known name."""
     aliases = {}
     for alias in raw:
         known_column = ALIASES.get(alias)
@@ -232,7 +239,7 @@ def _aliases(raw: Mapping) -> dict[str, str]:
 
 
 def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Question:
-    """Returns what a row of any form asks, with the columns that are read."""
+    """Returns the question and answer of a row of any form, with the columns that are read."""
     columns = frozenset((*form, "image", "images", "system"))
     if form.question == "question":
         question = read_question(raw)
@@ -245,7 +252,7 @@ def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Ques
 
 
 def _learned_answer(question: Question, form: Form) -> tuple[Any, list[str], list[str]]:
-    """Returns the answer that is learned, the right answers if there are several, and notes."""
+    """Returns the answer that is learned, the right answers if there are several, and the notes."""
     answer = question.answer
     accepted = question.accepted
     notes = []
@@ -271,14 +278,6 @@ def _read_turns(prompt: Any, answer: Any, form: Form) -> list[Turn]:
     return turns
 
 
-def _unread_columns(raw: Mapping, question: Question, aliases: Mapping[str, str]) -> list[str]:
-    read_columns = set(question.columns)
-    for known_column, alias in aliases.items():
-        if known_column in question.columns:
-            read_columns.add(alias)
-    return unread_keys(raw, read_columns)
-
-
 def image_name(raw: Any) -> str | None:
     """Returns the name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
@@ -294,82 +293,69 @@ def image_name(raw: Any) -> str | None:
 
 
 def _first(value: Any) -> Any:
-    """Returns the first element of a list that has one; else the value."""
+    """Returns the first element of a list that is not empty, and any other value unchanged."""
     if isinstance(value, (list, tuple)) and value:
         return value[0]
     return value
 
 
-def columns(raw: Mapping) -> str:
-    """Returns the columns of a row that are not empty, for errors."""
-    column_names = []
-    for column, value in raw.items():
-        if value is not None:
-            column_names.append(str(column)[:80])
-    return ", ".join(sorted(column_names)) or "none"
+def filled_columns(raw: Mapping) -> str:
+    """Returns the names of a row's columns that hold something, for errors."""
+    names = [str(column)[:80] for column, value in raw.items() if value is not None]
+    return ", ".join(sorted(names)) or "none"
 
 
 def _form(raw: Mapping, has_images: bool) -> Form:
-    """Returns the form that a row has: see [`FORMS`]."""
-    present_columns = _present_columns(raw)
-    for form in FORMS:  # a question with its answer comes before another question
+    """Returns the form of a row, as [`ROW_FORMS`] says. Raises [`UnknownForm`] without one."""
+    present_columns = {
+        column for column, value in raw.items() if value == "" or not is_empty(value)
+    }
+    if not present_columns.isdisjoint({"answers", "answer_index"}):
+        present_columns.add("answer")
+    for form in ROW_FORMS:  # a question with its answer comes before another question
         has_answer = form.answer is None or form.answer in present_columns
         if form.question in present_columns and has_answer:
             return form
-    for form in FORMS:
-        if form.question:
-            has_form = form.question in present_columns
-        elif form.answer:
-            has_form = has_images and form.answer in present_columns
-        else:  # only images, without a column that may be an unread question
-            has_form = has_images and present_columns <= {"image", "images", "label"}
-        if has_form:
+    for form in ROW_FORMS:
+        is_usable = form.question is not None or has_images
+        if is_usable and (form.question or form.answer) in present_columns:
             return form
+    # An unknown column beside the images may be an unread question.
+    if has_images and present_columns <= {"image", "images", "label"}:
+        return ROW_FORMS[-1]
     raise UnknownForm(
-        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "
-        "messages, texts, prompt with completion, question with answer, caption or text with image"
+        f"its form is not known. It has the columns: {filled_columns(raw)}; known are "
+        "conversations, messages, texts, prompt with completion, question with answer, caption or "
+        "text with image"
     )
 
 
-def _present_columns(raw: Mapping) -> set[Any]:
-    """Returns the columns that hold something or an empty text.
-
-    `answer` is one of them if the answer is in `answers` or `answer_index`.
-    """
-    present_columns = set()
-    for column, value in raw.items():
-        if value == "" or not is_empty(value):
-            present_columns.add(column)
-    if "answers" in present_columns or "answer_index" in present_columns:
-        present_columns.add("answer")
-    return present_columns
-
-
-def _images(raw: Mapping) -> list[Any]:
+def _read_images(raw: Mapping) -> list[Any]:
+    """Returns the images of a row, as they are stored. Raises ValueError if one is missing."""
     image_columns = [column for column in ("image", "images") if not is_empty(raw.get(column))]
     if len(image_columns) > 1:
         raise ValueError("it has images in both image and images; use one of them")
-    if not image_columns:
-        return []
-    column = image_columns[0]
-    images = as_list(parsed(raw[column]))
-    for image_number, image in enumerate(images):
-        if is_empty(image):
-            raise ValueError(f"{column} has nothing in place of image {image_number}; leave it out")
-    return list(images)
+    images: list[Any] = []
+    for column in image_columns:
+        images += as_list(parsed(raw[column]))
+        for image_number, image in enumerate(images):
+            if is_empty(image):
+                problem = f"{column} has nothing in place of image {image_number}"
+                raise ValueError(f"{problem}; leave it out")
+    return images
 
 
 def _is_text_of_list(answer: Any) -> bool:
-    """Whether an answer is a text that holds a list of texts. Tables store several answers so."""
+    """Whether an answer is a text that holds a list of texts, as tables store several answers."""
     if not isinstance(answer, str) or not answer.startswith("["):
         return False
     return len(accepted_answers(parsed(answer))) > 0
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
-    """Returns the turns with a system turn of the text of the column `system`, if it holds any.
+    """Returns the turns with a system turn from the column `system`, if it holds anything.
 
-    Raises ValueError if the column holds no text, or if the turns have another system turn.
+    Raises ValueError if it does not hold a text, or if the turns have another system turn.
     """
     if is_empty(system):
         return turns
@@ -377,28 +363,30 @@ def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
     has_system = bool(turns) and turns[0].role == "system"
     has_other_system = has_system and turns[0].content != system_turn.content
     if has_other_system or not isinstance(system, str):
-        raise ValueError("its column system is no text, or differs from its system turn; use one")
+        raise ValueError("its column system is not text, or differs from its system turn; use one")
     return turns if has_system else [system_turn, *turns]
 
 
-def _check_media(raw: Mapping, has_images: bool) -> None:
-    """Raises ValueError if a row has videos or sounds."""
+def _check_columns(raw: Mapping, has_images: bool) -> None:
+    """Raises ValueError if a row has videos, sounds, or an answer that is a bad example."""
     media_columns = ["videos", "audios"]
     if not has_images:
         media_columns += ["video", "audio"]
     for column in media_columns:
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
+    for column in ("label", "kto_tag"):
+        if raw.get(column) is False:
+            raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
 
 
 def _check_marks(turns: list[Turn]) -> None:
     """Raises ValueError if a text has marks of videos, sounds or objects."""
     for turn in turns:
         for part in turn.content:
-            mark = None
             part_text = part.get("text") or ""
-            if "<" in part_text:  # the expression is slow in texts without any mark
-                mark = _OTHER_MARKERS.search(part_text)
+            # The expression is slow in texts without any mark.
+            mark = "<" in part_text and _OTHER_MARKERS.search(part_text)
             if mark:
                 shown = mark[0].strip()
                 raise ValueError(f"it has {shown} in a text; such marks are not filled in")
@@ -411,30 +399,23 @@ def _check_caption(raw: Mapping, form: Form) -> None:
     caption = parsed(raw[form.answer])
     if isinstance(caption, Mapping):
         caption_keys = ", ".join(map(str, caption))
-        raise ValueError(f"its {form.answer} is no caption but JSON: {caption_keys}")
+        raise ValueError(f"its {form.answer} is JSON, not a caption: {caption_keys}")
     if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
         remedy = "use --columns question=text, or else --columns caption=text"
         raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
 
-def _check_is_wanted(raw: Mapping) -> None:
-    """Raises ValueError if a row says that its answer is a bad example."""
-    for column in ("label", "kto_tag"):
-        if raw.get(column) is False:
-            raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
-
-
 def is_about(name: str) -> bool:
-    """Whether the name of a column is one of information about a row, such as an id or a score."""
+    """Whether a column, by its name, has information about a row, such as an id or a score."""
     return _ABOUT.fullmatch(name) is not None
 
 
 def looks_like(name: str) -> str | None:
-    """Returns what a column is by its name: "an image", "an answer", "a question", or None.
+    """Returns "an image", "an answer" or "a question" for a column with such a name, or None.
 
     Args:
         name: A column, a key such as `messages.content`, or a text that [`markers`] finds, such as
-            `text <image_1>`. These texts look like images.
+            `text <image_1>`. Such a text looks like an image.
     """
     bare_name = name.rpartition(".")[2].strip()
     lower_name = bare_name.lower()
@@ -455,29 +436,20 @@ def looks_like(name: str) -> str | None:
 def unread_image(raw: Any, messages: list[Message]) -> str | None:
     """Returns what looks like an image in a row without images, or None.
 
-    It is named as `column img` or `text <image_1>`.
+    That is a column by its name or by what it holds, such as `column img`, or a marker, such as
+    `text <image_1>`.
     """
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        if _is_image_column(column, value):
+        has_name = bool(value) and not is_empty(value) and _IMAGE_COLUMN.search(str(column))
+        if has_name or (column != "id" and _looks_like_an_image(value)):
             return f"column {str(column)[:80]}"
-    for marker in markers(messages):
-        return f"text {marker}"
-    return None
-
-
-def _is_image_column(column: Any, value: Any) -> bool:
-    """Whether a column looks like an image, by its name or by what it holds."""
-    if column != "id" and _looks_like_an_image(value):
-        return True
-    if not value or is_empty(value):
-        return False
-    return _IMAGE_COLUMN.search(str(column)) is not None
+    return next((f"text {marker}" for marker in markers(messages)), None)
 
 
 def markers(messages: list[Message]) -> Iterator[str]:
-    """Yields texts such as `<image_1>`. They are learned as text."""
+    """Yields markers such as `<image_1>`. They are not read as images, but learned as text."""
     for message in messages:
         for part in message["content"]:
             part_text = part.get("text") or ""
@@ -489,7 +461,7 @@ def markers(messages: list[Message]) -> Iterator[str]:
 
 
 def proposal(raw: Any) -> str:
-    """Returns the end of an error: `columns` with which a row has question and answer, if any."""
+    """Returns the end of an error: the option `--columns` that makes a row readable, if any."""
     if not isinstance(raw, Mapping):
         return ""
     present_columns = {}
@@ -504,23 +476,22 @@ def proposal(raw: Any) -> str:
     if any(preference <= present_columns.keys() for preference in _PREFERENCES):
         ending = ". It has preferences, as DPO learns them: see docs/trl.md"
         if columns_option:
-            ending += f"; the chosen answers alone are read with {columns_option}"
+            ending += f"; read only the chosen answers with {columns_option}"
         return ending
-    return f". It is read with {columns_option}" if columns_option else ""
+    return f". Read it with {columns_option}" if columns_option else ""
 
 
 def _readable_names(raw: Mapping, present_columns: Mapping[str, str]) -> dict[str, str]:
-    """Returns the first names of columns with which a row is read, by known column; or none.
+    """Returns the first names of columns that make a row readable, by known column.
 
-    `present_columns` maps the names of the row's columns in lower case to the names themselves.
+    The mapping is empty if no names do. `present_columns` maps the names of the row's columns in
+    lower case to the names themselves.
     """
     image_names = _image_names(present_columns)
     for text_names in _text_names(raw, present_columns):
-        stored_names = {}
-        for known_column, stored_name in (image_names | text_names).items():
-            if known_column != stored_name:
-                stored_names[known_column] = stored_name
-        if stored_names and _is_read(renamed(raw, stored_names)):
+        names = image_names | text_names
+        stored_names = {column: name for column, name in names.items() if column != name}
+        if stored_names and _is_readable(renamed(raw, stored_names)):
             return stored_names
     return {}
 
@@ -561,17 +532,13 @@ def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
         names: The row's name of each known column. Other columns of these names are left out.
     """
     replaced_columns = {*names.keys(), *names.values()}
-    renamed_row = {}
-    for column, value in raw.items():
-        if column not in replaced_columns:
-            renamed_row[column] = value
-    for column, stored_name in names.items():
-        if stored_name in raw:
-            renamed_row[column] = raw[stored_name]
-    return renamed_row
+    other_columns = {name: raw[name] for name in raw if name not in replaced_columns}
+    known_columns = {column: raw[name] for column, name in names.items() if name in raw}
+    return other_columns | known_columns
 
 
-def _is_read(raw: Mapping) -> bool:
+def _is_readable(raw: Mapping) -> bool:
+    """Whether a row can be read, and begins with a question that has an answer at the end."""
     try:
         parsed_row = read_row(raw)
     except ValueError:
@@ -581,6 +548,7 @@ def _is_read(raw: Mapping) -> bool:
 
 
 def _looks_like_an_image(image: Any) -> bool:
+    """Whether a value, or the first in a list, is an image or has the path of one."""
     image = _first(image)
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path") or image.get("url")

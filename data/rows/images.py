@@ -19,11 +19,11 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from ...errors import printable
+from ...console import printable
 from .zips import MAX_IMAGE_BYTES, TOO_LARGE, find_entry, read_entry
 
 
-# What images may be, whatever their names say. Of Pillow's others, EPS would start Ghostscript.
+# Pillow opens images only in these formats, whatever their names are. EPS would start Ghostscript.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
 SUFFIXES = (
     ".png",
@@ -38,10 +38,10 @@ SUFFIXES = (
     ".tiff",
     ".avif",
 )
-KEPT_SIDE = 2048  # pixels, at least, of a reduced image: twice what large image processors take
+KEPT_SIDE = 2048  # pixels that a reduced image keeps: twice as many as large processors take
 MAX_PIXELS = 89_478_485  # of an image: Pillow's own limit
 MAX_RATIO = 200  # of the longer side to the shorter one
-_LISTED_FOR_EACH = 20  # entries of a folder that are listed, at most, for each image in it
+_LISTED_FOR_EACH = 20  # entries of a folder that are listed at most for each image in it
 MAX_PATH = 4096  # characters; no file system has longer paths
 
 _UNKNOWN_RANGE = "the range of its brightness is not known; save it with 8 bits"
@@ -57,7 +57,10 @@ Problem: TypeAlias = tuple[str | None, str]
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Which files images may be. Without both fields any local file, for rows made in Python."""
+    """Which files images may be.
+
+    Without both fields, any local file is allowed. That is for rows made in Python.
+    """
 
     folder: str | None = None  # or zip file that paths start from and must stay in
     hub: str | None = None  # id of a Hub data set; what `datasets` has of it is allowed
@@ -70,7 +73,7 @@ class ImageRules:
                 or `path`, or a PIL image.
 
         Raises:
-            ValueError: If the value is none of them, or a path that is not allowed.
+            ValueError: The value is none of them, or a path that is not allowed.
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # its file may change
@@ -97,12 +100,12 @@ class ImageRules:
         return {"path": self._address(path, by_datasets=is_mapping), "bytes": None}
 
     def _address(self, path: str, by_datasets: bool) -> str:
-        """Returns the address of an image.
+        """Returns the address of an image. Raises ValueError if it is not allowed.
 
         Args:
             path: A path, or an address.
-            by_datasets: Whether `datasets` may have written it. Only its addresses are allowed. It
-                writes zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
+            by_datasets: Whether `datasets` may have written it. Only then is an address allowed. It
+                looks like zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
         """
         archive, separator, file = path.rpartition("::")
         is_streamed = "://" in file
@@ -117,28 +120,25 @@ class ImageRules:
                 problem = "is a path in an unknown folder: set image_folder"
                 raise ValueError(f"the image {path} {problem}")
             if self.archive and not separator:
-                return self._address_in_archive(path)
+                name = posixpath.normpath(path)
+                if name.startswith("../"):
+                    raise ValueError(f"the image {path} leaves {self._place}")
+                return f"zip://{name}::{self.archive}"
         full_path = os.path.abspath(os.path.join(self.folder or "", file))
         if not self._allow(full_path, os.path.abspath):
             raise ValueError(f"the image {path} leaves {self._place}")
         return archive + separator + full_path
 
     def _is_of_hub(self, address: str) -> bool:
-        """Whether an address is in the Hub's data set, or in any if no place of images is given."""
+        """Whether an address is in the Hub's data set, or in any one if no place is given."""
         if self.hub:
             return address.startswith(f"hf://datasets/{self.hub}@")
         return address.startswith("hf://datasets/") and not self.folder
 
-    def _address_in_archive(self, path: str) -> str:
-        name = posixpath.normpath(path)
-        if name.startswith("../"):
-            raise ValueError(f"the image {path} leaves {self._place}")
-        return f"zip://{name}::{self.archive}"
-
     def check_file(self, path: str) -> None:
         """Raises ValueError if a file does not exist, or is a link to where images may not be.
 
-        `path` is one that [`image`] returns. Addresses of the Hub are not checked.
+        `path` is a path that [`image`] returns. Addresses of the Hub are not checked.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
@@ -162,14 +162,15 @@ class ImageRules:
 
     @property
     def _place(self) -> str:
+        """What messages call the place that images may be in."""
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
 
     def _allow(self, path: str, resolve: Callable[[str], str]) -> bool:
         """Whether a file or folder is where images may be.
 
         Args:
-            path: Its whole path.
-            resolve: Makes a whole path of a folder that images may be in.
+            path: Its absolute path.
+            resolve: Returns the absolute path of a folder that images may be in.
         """
         folders = []
         if self.folder is not None:
@@ -177,19 +178,13 @@ class ImageRules:
         if self.hub:
             folders.append(constants.HF_HUB_CACHE)
             folders.append(str(datasets.config.HF_DATASETS_CACHE))
-        if not folders:
-            return True
-        path_with_separator = os.path.join(path, "")
-        for folder in folders:
-            prefix = os.path.join(resolve(folder), "")
-            if path_with_separator.startswith(prefix):
-                return True
-        return False
+        prefixes = tuple(os.path.join(resolve(folder), "") for folder in folders)
+        return not prefixes or os.path.join(path, "").startswith(prefixes)
 
 
 @functools.cache  # many images are in one folder
 def _allows_folder(rules: ImageRules, folder: str) -> bool:
-    """Whether images may be in a folder, its links resolved."""
+    """Whether images may be in a folder, after its links are resolved."""
     return rules._allow(os.path.realpath(folder), os.path.realpath)
 
 
@@ -202,8 +197,8 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
             number. 1 is fastest, if only errors matter.
 
     Raises:
-        ValueError: If it cannot be decoded, or is too large or too narrow. The message has the file
-            and the reason.
+        ValueError: The image cannot be read or decoded, or is too large or too narrow. The message
+            has the file and the reason.
     """
     try:
         content = io.BytesIO(stored_bytes(image))
@@ -232,7 +227,10 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
-    """Decodes an opened image into RGB: upright by its EXIF data, on white where transparent."""
+    """Decodes an opened image into RGB: upright by its EXIF data, on white where transparent.
+
+    Raises ValueError if the range of its brightness is not known, and any error of a decoder.
+    """
     has_deep_colours = ";16" in str(opened.tile)
     ImageOps.exif_transpose(opened, in_place=True)
     image: Image.Image = opened
@@ -251,10 +249,10 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 
 def _grey(image: Image.Image) -> Image.Image:
-    """Returns an image of whole numbers as one of 8 bits.
+    """Returns an image of whole numbers as one of 8 bits. Raises ValueError if one is negative.
 
-    White is the largest number of the bits that the brightest grey needs, an even number from 8 up:
-    12 bits in a file of 16 keep their brightness.
+    White is the largest number with as many bits as the brightest grey needs, rounded up to an even
+    number from 8 on. So 12 bits in a file of 16 keep their brightness.
     """
     values = np.asarray(image)
     if values.min() < 0:
@@ -289,10 +287,10 @@ def image_problem(
 class PlainFiles:
     """Files of some folders that are known to exist and to be allowed as images.
 
-    They are regular files, not links, in folders where images may be. Each folder is listed once,
-    which is faster than a look at each file. The list ends early if a folder has many more files
-    than images that are asked about. 8 bytes are kept of each file, a hash that differs between
-    runs of Python.
+    They are regular files, not links, in folders where images may be. Each folder is listed once.
+    That is faster than a look at each file. The list ends early if a folder has many more files
+    than images that are asked about. For each file, only a hash of 8 bytes is kept. It differs
+    between runs of Python.
 
     Args:
         folders: The number of images that are asked about, by folder.
@@ -300,26 +298,22 @@ class PlainFiles:
     """
 
     def __init__(self, folders: Mapping[str, int], rules: ImageRules):
-        hashes = []
-        for folder, images in folders.items():
+        listings = []
+        for folder, image_count in folders.items():
             if "://" not in folder and _allows_folder(rules, folder):
-                files = _regular_files(folder, _LISTED_FOR_EACH * images)
-                hashes.append(_hashes(files))
-        self._hashes = np.concatenate([_hashes(()), *hashes])
-        self._hashes.sort()
+                listings.append(_regular_files(folder, _LISTED_FOR_EACH * image_count))
+        self._hashes = np.sort(_hashes(itertools.chain.from_iterable(listings)))
 
-    def include(self, paths: Sequence[str]) -> np.ndarray:
-        """Returns which of n paths are such files, as booleans of the shape `(n,)`.
-
-        The paths are those of images that [`ImageRules.image`] returns.
-        """
+    def missing(self, paths: Sequence[str]) -> set[str]:
+        """Returns the paths that are not such files. [`ImageRules.image`] makes such paths."""
         hashes = _hashes(paths)
         starts = self._hashes.searchsorted(hashes, side="left")
         ends = self._hashes.searchsorted(hashes, side="right")
-        return ends > starts
+        return set(itertools.compress(paths, starts == ends))
 
 
 def _hashes(paths: Iterable[str]) -> np.ndarray:
+    """Returns a hash of 8 bytes for each path."""
     return np.fromiter(map(hash, paths), np.int64)
 
 
@@ -332,13 +326,16 @@ def _regular_files(folder: str, most: int) -> Iterator[str]:
 
 
 def _from_base64(text: str) -> bytes | None:
-    """Returns the bytes of a data URI or of an image file in base64; None for paths."""
+    """Returns the bytes of a data URI or of an image file in base64. Returns None for a path.
+
+    Raises ValueError if a data URI is not in base64.
+    """
     if text.startswith("data:"):
         try:
             _, encoded = text.split(";base64,")
             return base64.b64decode(encoded, validate=True)
         except ValueError as error:
-            raise ValueError(f"the data URI {short(text)} is no image in base64") from error
+            raise ValueError(f"the data URI {short(text)} is not in base64") from error
     try:
         first_characters = "".join(text[:100].split())
         start = base64.b64decode(first_characters[:64])
@@ -350,7 +347,12 @@ def _from_base64(text: str) -> bytes | None:
 
 
 def stored_bytes(image: StoredImage) -> bytes:
-    """Returns the image file's content. Raises ValueError if it is too large."""
+    """Reads the content of an image file.
+
+    Raises:
+        ValueError: It is too large, or cannot be read from a zip file.
+        OSError: It cannot be read.
+    """
     content = image["bytes"]
     if content is None:
         content = _read_file(image["path"])
@@ -360,7 +362,7 @@ def stored_bytes(image: StoredImage) -> bytes:
 
 
 def _read_file(path: str) -> bytes:
-    """Reads a file or an entry of a zip file, up to a byte more than is allowed."""
+    """Reads a file or an entry of a zip file, but at most a byte more than is allowed."""
     archive = path.rpartition("::")[2]
     if path.startswith("zip://") and "://" not in archive:
         return read_entry(path)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in any known form are parsed, or refused with a reason.
+"""Parses rows in any known form, or refuses them with a reason.
 
 A parsed row has explicit content parts, with each image in the turn it belongs to:
 
-    images       list of {"path": str | None, "bytes": bytes | None}; one of the two is None
+    images       list of {"path": str | None, "bytes": bytes | None}, where one is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
-    learned      for each assistant turn, whether it has labels; in a prompt it has none
+    learned      for each assistant turn, whether it has labels, as turns of a prompt have not
 
 After an optional system turn, user and assistant take turns, the user first and the assistant last.
 """
@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import printable
-from .forms import MARKER, columns as columns_of, known_row, markers, proposal
+from ...console import printable
+from .forms import MARKER, filled_columns, known_row, markers, proposal
 from .images import ImageRules
 from .turns import Message, Row, text_part
 
@@ -76,7 +76,7 @@ class BadRow(ValueError):
 
 
 class DroppedRows:
-    """A file with a line for each dropped row, to which processes and resumed runs append."""
+    """A file with a line for each dropped row. Processes and resumed runs append to it."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -118,16 +118,16 @@ def parse_row(
     """Returns the row in parsed form, with the other attributes of [`Row`].
 
     White space around an answer is removed, since it would be learned. Files of images are not
-    checked.
+    opened, nor looked for.
 
     Args:
         raw: A row in any known form.
-        rules: Which files images may be; by default any local file.
+        rules: Which files images may be. By default any local file.
         image_token: The tokenizer's image token. No text may have it.
         control_tokens: Matches other tokens that no text may have: see [`control_tokens`].
 
     Raises:
-        ValueError: If the row cannot be trained on, with the reason.
+        ValueError: The row cannot be trained on. The message is the reason.
     """
     row = known_row(raw)
     if row.form == "text" and isinstance(raw.get("label"), str):
@@ -142,24 +142,22 @@ def parse_row(
     _check_texts(row, {MARKER, image_token}, control_tokens)
     messages = _stored_messages(row.messages)
     left_out = list(row.left_out)
-    if images:  # without any, they may be what should show them: see `unread_image`
+    if images:  # without images, `unread_image` reports the markers
         left_out += dict.fromkeys(f"text {marker}" for marker in markers(messages))
     return {**vars(row), "messages": messages, "images": images, "left_out": left_out}
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Returns a pattern of the special tokens. The tokenizer finds them anywhere in a text."""
-    special_tokens = set(tokenizer.all_special_tokens)
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special:
-            special_tokens.add(token.content)
-    return any_of(special_tokens)
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    added_special_tokens = {token.content for token in added_tokens if token.special}
+    return any_of(added_special_tokens.union(tokenizer.all_special_tokens))
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern of any of the texts, the longest first. Without texts it never matches."""
-    longest_first = sorted(texts, key=lambda text: (-len(text), text))
-    expression = "|".join(map(re.escape, longest_first))
+    """Returns a pattern of any of the texts. Without texts it never matches."""
+    # In this order a text comes before its own beginnings, so that the longest one matches.
+    expression = "|".join(map(re.escape, sorted(texts, reverse=True)))
     return re.compile(expression or "(?!)")
 
 
@@ -167,11 +165,11 @@ def _check_turns(row: Row, raw: Mapping) -> None:
     """Raises ValueError if no answer is learned, or user and assistant do not take turns."""
     roles = [message["role"] for message in row.messages]
     if "assistant" not in roles:
-        filled_columns = columns_of(raw)
+        column_names = filled_columns(raw)
         problem = "it has no assistant turn"
-        if filled_columns == "image":
+        if column_names == "image":
             problem += "; add a metadata.csv with file_name, question and answer"
-        raise ValueError(f"{problem}; its columns are {filled_columns}{proposal(raw)}")
+        raise ValueError(f"{problem}; its columns are {column_names}{proposal(raw)}")
     first_turn = 1 if roles[0] == "system" else 0
     expected_roles = cycle(("user", "assistant"))
     for turn_number in range(first_turn, len(roles)):
@@ -186,7 +184,7 @@ def _check_turns(row: Row, raw: Mapping) -> None:
 
 
 def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[str] | None) -> None:
-    """Raises ValueError if a turn has an image or a text that it may not have."""
+    """Raises ValueError if a turn has an image or a text that is not allowed there."""
     learned = iter(row.learned)
     for turn_number, message in enumerate(row.messages):
         role = message["role"]
@@ -204,6 +202,7 @@ def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[st
 def _check_text(
     text: str, turn_name: str, image_tokens: set[str], control_tokens: re.Pattern[str] | None
 ) -> None:
+    """Raises ValueError if a text has half a surrogate pair, or a token that is not allowed."""
     if printable(text) != text:
         raise ValueError(f"{turn_name} is not valid Unicode: half of a surrogate pair")
     for token in image_tokens:
@@ -221,7 +220,7 @@ def _text_of(message: Message) -> str:
 
 
 def _stored_messages(messages: list[Message]) -> list[Message]:
-    """Returns messages as `MESSAGES` describes them. Parts of an answer become one part."""
+    """Returns messages as `MESSAGES` describes them. The parts of an answer become one part."""
     stored_messages = []
     for message in messages:
         stored_parts = message["content"] or [text_part("")]

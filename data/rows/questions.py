@@ -20,17 +20,20 @@ Options: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """What a row asks, and its answer, both as they are stored or as texts."""
+    """The question and the answer of a row, as they are stored or as texts."""
 
     prompt: Any
     answer: Any
     options: dict[str, str] = field(default_factory=dict)  # by letter
-    accepted: list[str] = field(default_factory=list)  # right answers that are apart from `answer`
+    accepted: list[str] = field(default_factory=list)  # right answers, if they are listed apart
     columns: frozenset[str | None] = frozenset()  # that were read
 
 
 def read_question(raw: Mapping) -> Question:
-    """Reads a row with the column `question`: hint, question, input and options, and the answer."""
+    """Reads a row with the column `question`: hint, question, input and options, and the answer.
+
+    Raises ValueError if the options or the answer cannot be read.
+    """
     options = options_of(raw)
     prompt, prompt_columns = _read_prompt(raw, options)
     answer, accepted, answer_columns = _read_answer(raw, options)
@@ -51,8 +54,9 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     question = as_text(raw["question"])
     if not isinstance(question, str):
         if options:
-            problem = "it has options, but its question is a list of turns. Write it as text"
-            raise ValueError(problem)
+            raise ValueError(
+                "it has options, but its question is a list of turns. Write it as text"
+            )
         return question, set()
     text_columns = ["question", "input"]
     if options and raw.get("hint") != "nan":  # as in MMBench
@@ -64,7 +68,11 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
         if isinstance(column_text, str):
             read_columns.add(column)
             lines.append(column_text)
-    if not _shows_options(question, options):
+    shows_options = all(
+        re.search(rf"\b{letter}\W{{1,3}}{re.escape(option)}", question)
+        for letter, option in options.items()
+    )
+    if not shows_options:
         for letter, option in options.items():
             lines.append(f"{letter}. {option}")
     prompt = "\n".join(filter(None, lines))
@@ -73,15 +81,8 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     return prompt, read_columns
 
 
-def _shows_options(question: str, options: Options) -> bool:
-    """Whether the text of a question has all options after their letters."""
-    for letter, option in options.items():
-        if not re.search(rf"\b{letter}\W{{1,3}}{re.escape(option)}", question):
-            return False
-    return True
-
-
-def _letter_by_index(index: Any, options: Options) -> str:
+def _require_letter(index: Any, options: Options) -> str:
+    """Returns the letter of the option with a number from 0. Raises ValueError if there is none."""
     letters = list(options)
     index_text = str(as_text(index)).removesuffix(".0")
     if not index_text.isdecimal() or int(index_text) >= len(letters):
@@ -93,12 +94,12 @@ def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[st
     """Reads the columns `answer_index`, `answer` and `answers`.
 
     Returns:
-        The answer, perhaps a list of several; the right answers, if the answer is one of several;
-        and the columns that were read.
+        The answer, perhaps a list of several. The right answers, if the answer is one of several.
+        The columns that were read.
     """
     index = raw.get("answer_index")
     if not is_empty(index):
-        return _letter_by_index(index, options), [], {"answer_index"}
+        return _require_letter(index, options), [], {"answer_index"}
     answer = raw.get("answer")
     several_answers = parsed(raw.get("answers"))
     accepted: list[str] = []
@@ -117,7 +118,8 @@ def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[st
 def _answer_among_options(answer: Any, options: Options) -> Any:
     """Returns the text of an answer to a question with options, or a letter in place of a number.
 
-    An answer that is none of the options is returned unchanged.
+    An answer that is none of the options is returned unchanged. Raises ValueError if there are
+    several answers, or as [`chosen_letter`] does.
     """
     distinct_answers = set(accepted_answers(answer))
     if len(distinct_answers) > 1:
@@ -136,9 +138,9 @@ def _answer_among_options(answer: Any, options: Options) -> Any:
 
 
 def accepted_answers(value: Any) -> list[str]:
-    """Returns the texts of a list of answers, or of what they have in `answer` or `text`.
+    """Returns the texts in a list of answers: texts, or mappings with `answer` or `text`.
 
-    The list is empty if the value is anything else.
+    The returned list is empty if the value is anything else.
     """
     answers = transposed(value)
     if not isinstance(answers, (list, tuple)) or are_parts(answers):
@@ -161,13 +163,14 @@ def options_of(raw: Mapping) -> dict[str, str]:
     Raises ValueError if they cannot be options, such as images or equal texts.
     """
     choices = transposed(parsed(raw.get("choices")))
-    if is_empty(choices):
-        option_columns = {letter: as_text(raw.get(letter)) for letter in LETTERS}
-        options = _filled(option_columns, filling="nan")  # as in MMBench
-        if len(options) < 2:
-            return {}
-    else:
-        options = _filled(_by_letter(choices))
+    has_choices = not is_empty(choices)
+    options = _by_letter(choices)
+    if not has_choices:
+        # In MMBench, "nan" fills up the columns of questions with few options.
+        options = {letter: raw.get(letter) for letter in LETTERS if raw.get(letter) != "nan"}
+    options = {letter: as_text(text) for letter, text in options.items() if not is_empty(text)}
+    if not has_choices and len(options) < 2:
+        return {}
     if not _are_valid(options):
         shown = short(options or choices)
         raise ValueError(f"its options must be 2 to 26 different texts, and no images, got {shown}")
@@ -175,28 +178,16 @@ def options_of(raw: Mapping) -> dict[str, str]:
 
 
 def _by_letter(choices: Any) -> dict[str, Any]:
-    """Returns the options in a list of texts or in a mapping by letter; else an empty mapping."""
+    """Returns the options in a list, or in a mapping by letter. Anything else has no options."""
     if isinstance(choices, Mapping):
-        return {str(letter).upper(): as_text(text) for letter, text in choices.items()}
+        return {str(letter).upper(): text for letter, text in choices.items()}
     options = {}
     if isinstance(choices, (list, tuple)) and len(choices) <= len(ascii_uppercase):
         for letter, choice in zip(ascii_uppercase, choices, strict=False):
             if isinstance(choice, Mapping):
                 choice = choice.get("text")
-            options[letter] = as_text(choice)
+            options[letter] = choice
     return options
-
-
-def _filled(options: Mapping[str, Any], filling: str | None = None) -> dict[str, Any]:
-    """Returns the options that are not empty.
-
-    In tables, questions with few options are filled up. `filling` is the text of such an option.
-    """
-    filled_options = {}
-    for letter, option in options.items():
-        if not is_empty(option) and option != filling:
-            filled_options[letter] = option
-    return filled_options
 
 
 def _are_valid(options: Options) -> bool:
@@ -204,13 +195,10 @@ def _are_valid(options: Options) -> bool:
     expected_letters = ascii_uppercase[: len(options)]
     if len(options) < 2 or list(options) != list(expected_letters):
         return False
-    distinct_texts = set()
     for option in options.values():
-        if not isinstance(option, str) or not option.strip():
+        if not isinstance(option, str) or not option.strip() or option.lower().endswith(SUFFIXES):
             return False
-        if option.lower().endswith(SUFFIXES):
-            return False
-        distinct_texts.add(plain(option))
+    distinct_texts = set(map(plain, options.values()))
     return len(distinct_texts) == len(options)
 
 
@@ -219,9 +207,8 @@ def _without_letters(options: dict[str, str]) -> dict[str, str]:
     bare_options = {}
     for letter, option in options.items():
         bare_options[letter] = _without_letter(letter, option)
-        if bare_options[letter] == option:
-            return options
-    return bare_options
+    has_bare_text = any(bare_options[letter] == option for letter, option in options.items())
+    return options if has_bare_text else bare_options
 
 
 def chosen_letter(answer: Any, options: Options) -> str | None:
@@ -232,10 +219,10 @@ def chosen_letter(answer: Any, options: Options) -> str | None:
         options: Texts by letter.
 
     Returns:
-        The letter. None if the answer is neither of them, such as a sentence.
+        The letter. None if the answer is none of them, such as a sentence.
 
     Raises:
-        ValueError: If the answer is two of the options, or a letter or number of no option.
+        ValueError: The answer fits two options, or is a letter or number that no option has.
     """
     answer_text = as_text(answer)
     bare_text = plain(answer_text)
@@ -259,5 +246,5 @@ def chosen_letter(answer: Any, options: Options) -> str | None:
 
 
 def _without_letter(letter: str, text: Any) -> str:
-    """Returns a text without its letter before it: "(B) dog" or "B. dog" is "dog"."""
+    """Returns a text without the letter before it: "(B) dog" and "B. dog" become "dog"."""
     return re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text)

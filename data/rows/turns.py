@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, and reading lists of turns in all known forms."""
+"""Reads lists of turns in all known forms."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any, TypeAlias
@@ -38,7 +38,6 @@ _LAST_BREAK = re.compile(r"\r?\n\Z")
 _BREAKS = ("", "\n", "\r\n")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")  # the last is Anthropic's
 _NO_IMAGES = {"type", "text", "index", "detail"}  # llava-instruct-mix has the number of the image
-_CONTENT_KEYS = {"from": "value", "role": "content"}  # by the key of the role
 _PART_KINDS = {
     "text": "text",
     "input_text": "text",
@@ -60,13 +59,13 @@ class Row:
     """A row read by its form, unchecked."""
 
     form: str  # the column that identifies its form
-    messages: list[Message] = field(default_factory=list)
-    images: list[Any] = field(default_factory=list)  # of the image parts, in order
-    learned: list[bool] = field(default_factory=list)  # for each assistant turn
-    options: dict[str, str] = field(default_factory=dict)  # of a question, by letter
-    accepted: list[str] = field(default_factory=list)  # right answers, if several
-    left_out: list[str] = field(default_factory=list)  # as `messages.tool_calls`
-    changed: list[str] = field(default_factory=list)  # what was changed, in words
+    messages: list[Message]
+    images: list[Any]  # of the image parts, in order
+    learned: list[bool]  # for each assistant turn
+    options: dict[str, str]  # of a question, by letter
+    accepted: list[str]  # right answers, if several
+    left_out: list[str]  # columns and keys that are not read, such as `messages.tool_calls`
+    changed: list[str]  # what was changed, in words
 
 
 @dataclass
@@ -92,6 +91,9 @@ def read_turns(value: Any, column: str, text_role: str | None) -> list[Turn]:
         column: The column's name, for errors and for names of keys that are not read.
         text_role: The role of the turn if the value is a text or a list of parts. Such a text is
             not parsed, whatever brackets it has. None if only a list of turns is allowed.
+
+    Raises:
+        ValueError: The value or one of its turns has none of these forms.
     """
     if text_role:
         allowed_kinds = "text or a list of turns"
@@ -103,21 +105,13 @@ def read_turns(value: Any, column: str, text_role: str | None) -> list[Turn]:
         elements = transposed(parsed(value))
     if not isinstance(elements, (list, tuple)):
         raise ValueError(f"{column} must be {allowed_kinds}, got {short(elements)}")
-    if not text_role and column != "texts":
-        elements = _with_roles(elements)
+    are_texts = all(isinstance(element, str) for element in elements)
+    if are_texts and not text_role and column != "texts":  # as in PixMo
+        pairs = zip(cycle(("user", "assistant")), elements, strict=False)
+        elements = [{"role": role, "content": text} for role, text in pairs]
     turns = []
     for turn_number, element in enumerate(elements):
         turns += _read_element(element, turn_number, column)
-    return turns
-
-
-def _with_roles(elements: Sequence[Any]) -> Sequence[Any]:
-    """Returns the elements of a list of turns. If all are texts, as in PixMo, they get roles."""
-    if not all(isinstance(element, str) for element in elements):
-        return elements
-    turns = []
-    for role, text in zip(cycle(("user", "assistant")), elements, strict=False):
-        turns.append({"role": role, "content": text})
     return turns
 
 
@@ -126,17 +120,13 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
     fields = {}
     if isinstance(element, Mapping):
         fields = {key: value for key, value in element.items() if value is not None}
-    role_key = _role_key(fields)
-    contents = _pair_contents(fields)
-    if role_key is not None:
-        contents = [(fields[role_key], _CONTENT_KEYS[role_key])]
-    if not contents:
+    roles_by_key = _roles_by_key(fields)
+    if not roles_by_key:
         raise ValueError(
             f"turn {turn_number} of {column} needs role and content, got {short(element)}"
         )
     turns = []
-    read_keys = {role_key}
-    for role_name, content_key in contents:
+    for content_key, role_name in roles_by_key.items():
         role = ROLES.get(str(role_name).lower())
         if role is None:
             known_roles = ", ".join(ROLES)
@@ -144,44 +134,43 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
                 f"turn {turn_number} has role {short(role_name)}; known are {known_roles}"
             )
         turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
-        read_keys.add(content_key)
     if len(fields) > 2:
-        return _with_other_keys(turns, fields, read_keys, turn_number, column)
+        return _with_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
     return turns
 
 
-def _role_key(fields: Mapping) -> str | None:
+def _roles_by_key(fields: Mapping) -> dict[str, Any]:
+    """Returns the role of each key that holds the text of a turn.
+
+    A question with its answer has two such keys. An element that is not a turn has none.
+    """
     if fields.get("from"):
-        return "from"
+        return {"value": fields["from"]}
     if "role" in fields:
-        return "role"
-    return None
-
-
-def _pair_contents(fields: Mapping) -> list[tuple[str, str]]:
-    """Returns role and key of a question and of its answer; empty if an element has no pair."""
+        return {"content": fields["role"]}
     for question_key, answer_key in PAIRS:
         if question_key in fields and answer_key in fields:
-            return [("user", question_key), ("assistant", answer_key)]
-    return []
+            return {question_key: "user", answer_key: "assistant"}
+    return {}
 
 
 def _with_other_keys(
-    turns: list[Turn], fields: Mapping, read_keys: set[Any], turn_number: int, column: str
+    turns: list[Turn], fields: Mapping, text_keys: Collection[str], turn_number: int, column: str
 ) -> list[Turn]:
-    """Returns the turns of an element after its other keys are read.
+    """Returns the turns of an element with what its other keys hold.
 
-    These are images, a system turn before a question and its answer, and whether it is learned.
+    Other keys hold images, the system turn of a question with its answer, or whether a turn is
+    learned.
 
     Args:
-        turns: The turns of the element, without what these keys hold.
+        turns: The turns of the element, without what its other keys hold.
         fields: The element.
-        read_keys: The keys that were read.
+        text_keys: The keys of the texts that were read.
         turn_number: The number of the element in its list.
         column: The column of the list.
     """
     is_pair = len(turns) == 2
-    read_keys = set(read_keys)
+    read_keys = {"from", "role", *text_keys}
     for images_key in ("images", "image"):
         if not is_empty(fields.get(images_key)):
             images = as_list(fields[images_key])
@@ -195,7 +184,7 @@ def _with_other_keys(
     last_turn = turns[-1]
     is_learned = _is_learned(fields, turn_number)
     for learned_key in LEARNED:
-        # Other turns are never learned, so a key that asks for it is not read.
+        # The other turns are never learned, so a key that asks for it is not read.
         if last_turn.role == "assistant" or not fields.get(learned_key):
             read_keys.add(learned_key)
     left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
@@ -203,16 +192,15 @@ def _with_other_keys(
 
 
 def _is_learned(fields: Mapping, turn_number: int) -> bool:
-    """Whether a turn is learned. Raises ValueError if a key that says it is neither 0 nor 1."""
-    is_learned = True
-    for learned_key in LEARNED.intersection(fields):
+    """Whether a turn is learned. Raises ValueError if one of the `LEARNED` keys is not 0 or 1."""
+    learned_keys = LEARNED.intersection(fields)
+    for learned_key in learned_keys:
         value = fields[learned_key]
         if value not in (0, 1):
             raise ValueError(
                 f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
             )
-        is_learned = is_learned and bool(value)
-    return is_learned
+    return all(fields[learned_key] for learned_key in learned_keys)
 
 
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
@@ -238,9 +226,10 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
 
 
 def _parts_in_text(content: Any) -> Any:
-    """Returns the parts that a user's text holds as JSON, if they show an image; else the content.
+    """Returns the parts that a user's text holds as JSON, if they show an image.
 
-    The assistant's texts are never parsed, since they are learned as they are written.
+    Any other content is returned unchanged. The assistant's texts are never parsed, since they are
+    learned as they are written.
     """
     if isinstance(content, str) and content.startswith("[{"):
         parts = parsed(content)
@@ -274,6 +263,7 @@ def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]
 
 
 def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
+    """Reads an image part. Returns it with the names of its keys that are not read."""
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:
@@ -293,14 +283,13 @@ def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part,
 def _split_text(text: str) -> list[Part]:
     """Splits a user's text at its markers into parts.
 
-    In LLaVA's data, images have lines of their own at the beginning or the end of a turn. The chat
-    template decides what separates an image from its question, in training and in use. The line
-    breaks beside these markers are therefore not read. A marker between two texts leaves both as
-    they are.
+    In LLaVA's data, images have lines of their own at the beginning or the end of a turn. The line
+    breaks beside these markers are not read, because the chat template decides what separates an
+    image from its question. Texts on both sides of a marker stay as they are.
     """
     pieces = _MARKERS.split(text)
     texts = pieces[0::2]
-    paths = pieces[1::2]  # those in the markers, or None
+    paths = pieces[1::2]  # in the markers; None for a marker without one
     for marker_number in range(len(paths)):  # markers at the beginning
         if texts[marker_number] not in _BREAKS:
             break
@@ -331,8 +320,8 @@ def image_parts(turns: list[Turn]) -> list[Part]:
 def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     """Returns the turns with each image in an image part that has none yet, in order.
 
-    If there are no image parts, the images come first in the first turn of the user. Raises
-    ValueError if the images do not fit the parts.
+    Without any image parts, the images come first in the first turn of the user. Raises ValueError
+    if the images do not fit the parts.
     """
     if not image_parts(turns):
         turns = _with_markers(turns, len(images))
@@ -344,15 +333,11 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     for image_number, part in enumerate(empty_parts):
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
+    filled_turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
     remaining_images = iter(images)
-    filled_turns = []
-    for turn in turns:
-        content = []
-        for part in turn.content:
-            if part["type"] == "image" and part.get("image") is None:
-                part = {**part, "image": next(remaining_images)}
-            content.append(part)
-        filled_turns.append(replace(turn, content=content))
+    for part in image_parts(filled_turns):
+        if part.get("image") is None:
+            part["image"] = next(remaining_images)
     return filled_turns
 
 
@@ -360,14 +345,13 @@ def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
     """Returns the turns with `count` image parts without images before the first question."""
     for turn_number, turn in enumerate(turns):
         if turn.role == "user":
-            markers = [{"type": "image"} for _ in range(count)]
-            question = replace(turn, content=markers + turn.content)
+            question = replace(turn, content=[{"type": "image"}] * count + turn.content)
             return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
     return turns
 
 
 def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
-    """Returns the turns without a leading answer and with user turns in a row as one turn.
+    """Leaves a leading answer out, and joins user turns in a row to one turn.
 
     Returns:
         The turns, and in words what was changed.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ...errors import printable
+from ...console import printable
 
 
 _LONGEST_LITERAL = 2**16  # characters of a text in Python's form. It is slow to read.
@@ -60,7 +60,10 @@ def as_list(value: Any) -> Sequence[Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Returns the list or mapping that a text holds as JSON or Python prints it; else the value."""
+    """Returns the list or mapping that a text holds, as JSON or Python prints it.
+
+    Any other value is returned unchanged.
+    """
     if not isinstance(value, str):
         return value
     if not value.lstrip().startswith(("[", "{")):
@@ -85,21 +88,18 @@ def _python_literal(text: str) -> Any:
 
 
 def transposed(value: Any) -> Any:
-    """Returns a mapping of lists of one length as a list of mappings; else the value.
+    """Returns a mapping of lists of one length as a list of mappings.
 
-    Older versions of `datasets` store a list of mappings in that way.
+    Any other value is returned unchanged. Older versions of `datasets` store a list of mappings in
+    that way.
     """
     if not isinstance(value, Mapping):
         return value
-    lengths = set()
-    for column in value.values():
-        if not isinstance(column, (list, tuple)):
-            return value
-        lengths.add(len(column))
-    if len(lengths) != 1:
+    columns = list(value.values())
+    are_lists = all(isinstance(column, (list, tuple)) for column in columns)
+    if not are_lists or len(set(map(len, columns))) != 1:
         return value
-    rows = zip(*value.values(), strict=True)
-    return [dict(zip(value, row, strict=True)) for row in rows]
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def unread_keys(values: Mapping, read: Collection[Any], place: str = "") -> list[str]:

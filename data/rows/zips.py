@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads images in a zip file, without unpacking it, in any number of threads and processes.
 
-`zipfile` reads the archive's directory. Its objects take 570 bytes an entry; here 37 are kept. It
-has only one position in the file, so entries are read here, at their own offsets.
+`zipfile` reads only the archive's directory. Its objects take 570 bytes for each entry, and 37 are
+kept here. Because it has one position in the file, entries are read here, at their own offsets.
 """
 
 import os
@@ -36,9 +36,9 @@ class Entry(NamedTuple):
 
 
 def read_entry(address: str) -> bytes:
-    """Returns the bytes of an image `zip://name::file`, `MAX_IMAGE_BYTES + 1` at most.
+    """Reads an image `zip://name::file`, at most `MAX_IMAGE_BYTES + 1` bytes of it.
 
-    Raises ValueError if the entry is broken, and as [`find_entry`] does.
+    Raises ValueError if the entry is broken, or as [`find_entry`] does.
     """
     file, entry = find_entry(address)
     header = os.pread(file.fileno(), _LOCAL_HEADER.size, entry.offset)
@@ -57,16 +57,17 @@ def read_entry(address: str) -> bytes:
 def find_entry(address: str) -> tuple[BinaryIO, Entry]:
     """Returns the open file of an image `zip://name::file`, and its entry.
 
-    Raises ValueError if there is no such image, or it may not be read.
+    Raises ValueError if the zip file cannot be opened, or if the image is missing or may not be
+    read.
     """
     name, _, file = address.removeprefix("zip://").rpartition("::")
-    archive = opened(file)
+    archive = open_zip(file)
     entry = archive.entry(name)
     if entry is None:
-        # zipfile decodes a name so, unless the archive marks it as UTF-8.
+        # zipfile decodes names in this way, unless the archive marks them as UTF-8.
         entry = archive.entry(name.encode().decode("cp437"))
     if entry is None:
-        raise ValueError(f"there is no such image in {file}, which begins with {archive.first}")
+        raise ValueError(f"there is no such image in {file}. Its first are: {archive.first}")
     if entry.method == _REFUSED:
         raise ValueError("it is a link, encrypted, or not stored or deflated. Zip the images again")
     if max(entry.packed_size, entry.size) > MAX_IMAGE_BYTES:
@@ -74,20 +75,20 @@ def find_entry(address: str) -> tuple[BinaryIO, Entry]:
     return archive.file, entry
 
 
-def opened(file: str) -> "ZipImages":
-    """Opens a zip file, once as long as it does not change.
+def open_zip(file: str) -> "ZipImages":
+    """Opens a zip file. It stays open, and is opened anew if it has changed.
 
     Raises ValueError if it cannot be read.
     """
     try:
         state = os.stat(file)
-        return _opened(file, state.st_size, state.st_mtime_ns)
+        return _open_version(file, state.st_size, state.st_mtime_ns)
     except (OSError, ValueError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
         raise ValueError(f"{file} cannot be read as a zip file: {error}") from error
 
 
 @lru_cache(maxsize=64)
-def _opened(file: str, size: int, changed: int) -> "ZipImages":
+def _open_version(file: str, size: int, changed: int) -> "ZipImages":
     return ZipImages(file)
 
 
@@ -115,6 +116,7 @@ class ZipImages:
 
 
 def _entry(info: zipfile.ZipInfo) -> Entry:
+    """Returns where a file is in the archive. The method `_REFUSED` says: not to be read."""
     is_link = stat.S_ISLNK(info.external_attr >> 16)
     is_encrypted = info.flag_bits & 1
     method = info.compress_type

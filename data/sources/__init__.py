@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of rows: files, folders, Hub data sets, mixtures; in memory and streamed."""
+"""Sources of rows: files, folders, Hub data sets and mixtures, in memory and streamed."""

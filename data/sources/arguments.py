@@ -15,7 +15,7 @@ FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of f
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
-    """Returns a field of a dataclass of options; `settings` are further arguments of argparse."""
+    """Returns a field of a dataclass of options. `settings` are further arguments of argparse."""
     return field(default=default, metadata={"help": help, **settings})
 
 
@@ -25,7 +25,7 @@ class DataSource:
 
     path: str  # Hub id, folder, or file of rows with one of the suffixes `FILES`
     name: str | None = None  # configuration of a Hub data set
-    data_dir: str | None = None  # this and data_files as of `datasets.load_dataset`
+    data_dir: str | None = None  # like data_files, as in `datasets.load_dataset`
     data_files: str | list[str] | dict[str, Any] | None = None
     split: str = "train"
     columns: list[str] | dict[str, str] | None = None  # to read, or by known name
@@ -38,43 +38,44 @@ class DataSource:
         for path_field in ("path", "data_dir", "data_files", "image_folder"):
             setattr(self, path_field, _with_home(getattr(self, path_field)))
         if isinstance(self.fraction, str):
-            with suppress(ValueError):  # refused with the fractions of the other data sets
+            with suppress(ValueError):  # it is refused with the fractions of the other data sets
                 self.fraction = float(self.fraction)
         parse_filters(self.filters)
         if isinstance(self.repeat, bool) or not isinstance(self.repeat, int) or self.repeat < 1:
             raise ValueError(f"repeat must be a whole number from 1 on, got {self.repeat!r}.")
         if self.columns:
-            self.columns = _parsed_columns(self.columns)
+            self.columns = _checked_columns(self.columns)
 
     @classmethod
     def named(cls, data: str, /, **options: Any) -> "DataSource":
         """Returns the source that `DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names.
 
         A local path that exists may have colons. `options` are other fields.
+
+        Raises:
+            ValueError: `data` has more than two colons, or a field is not valid.
         """
-        path = data
-        words = []
-        if not Path(data).expanduser().exists():
-            path, *words = data.split(":")
+        if Path(data).expanduser().exists():
+            return cls(data, **options)
+        path, *words = data.split(":")
         if len(words) > 2:
             raise ValueError(f"{data} has {len(words)} colons; DATA:CONFIG:SPLIT has two.")
-        if len(words) == 2:
-            options["name"] = words[0]
         if words:
-            options["split"] = words[-1]
-        local_path = Path(path).expanduser()
-        if local_path.exists():
-            path = str(local_path)
+            options["split"] = words.pop()
+        if words:
+            options["name"] = words.pop()
         return cls(path, **options)
 
     def check_paths(self) -> None:
-        """Raises ValueError if a local file or folder does not exist; the Hub is not asked."""
+        """Raises ValueError if a local file or folder does not exist. The Hub is not asked."""
         path = Path(self.path)
         if (path.suffix.lower() in FILES) != path.is_file():
             raise ValueError(f"There is no data file {path}. Data files end in {', '.join(FILES)}.")
         # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
-            raise ValueError(f"{self.path} is no file or folder here, nor owner/name of the Hub.")
+            raise ValueError(
+                f"{self.path} is not a file or folder here, nor owner/name of the Hub."
+            )
         if not self.image_folder:
             return
         folder = Path(self.image_folder)
@@ -82,13 +83,16 @@ class DataSource:
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
             raise ValueError(f"There is no image folder or .zip file {folder}. Set image_folder.")
-        from ..rows.zips import opened  # late, so that --help is quick
+        from ..rows.zips import open_zip  # late, so that --help is quick
 
-        opened(os.path.abspath(folder))
+        open_zip(os.path.abspath(folder))
 
 
-def _parsed_columns(columns: Any) -> Any:
-    """Returns the option `columns` as a list or mapping; ValueError if no form has such columns."""
+def _checked_columns(columns: Any) -> Any:
+    """Returns the option `columns` as a list or mapping.
+
+    Raises ValueError if it is something else, or names a column that no form has.
+    """
     from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
 
     if isinstance(columns, str):
@@ -107,14 +111,13 @@ def _parsed_columns(columns: Any) -> Any:
     if unknown:
         unknown_names = ", ".join(map(repr, sorted(unknown)))
         known_names = ", ".join(sorted(COLUMNS))
-        problem = f"columns names {unknown_names}, which no form has"
-        raise ValueError(f"{problem}. Known are {known_names}.")
+        raise ValueError(f"columns names {unknown_names}, but known are only {known_names}.")
     return columns
 
 
 @dataclass
 class DataArguments:
-    """Options of the data, those of TRL's `ScriptArguments` (`dataset_name`, ...) among them."""
+    """Options of the data. `dataset_name` and others are named as in TRL's `ScriptArguments`."""
 
     dataset_name: str | None = option(
         None, f"Hub id, folder or file ({', '.join(FILES)}) to train on. DATA:SPLIT names a split."
@@ -154,9 +157,6 @@ class DataArguments:
 
     def __post_init__(self):
         check_choices(self)
-        self.dataset_name = _with_home(self.dataset_name)
-        self.eval_dataset_name = _with_home(self.eval_dataset_name)
-        self.image_folder = _with_home(self.image_folder)
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
@@ -176,7 +176,7 @@ class DataArguments:
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
         if self.datasets:
-            return [DataSource(**{**self.shared_options, **source}) for source in self.datasets]
+            return [DataSource(**self.shared_options | source) for source in self.datasets]
         source = DataSource.named(
             str(self.dataset_name),
             name=self.dataset_config,
@@ -187,7 +187,7 @@ class DataArguments:
 
     @property
     def shared_options(self) -> dict[str, Any]:
-        """Options of all data sets that do not have their own."""
+        """Options for all data sets that do not have their own."""
         return {
             "image_folder": self.image_folder,
             "columns": self.columns,
@@ -219,7 +219,7 @@ def _with_home(value: Any) -> Any:
 
 
 def check_choices(options: Any) -> None:
-    """Raises ValueError if a value is not in its `Literal`: argparse does not check YAML's."""
+    """Raises ValueError if a value is not in its `Literal`. argparse checks no values from YAML."""
     for option_name, annotation in get_type_hints(type(options)).items():
         value = getattr(options, option_name)
         allowed_values: list[Any] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of JSON, JSON lines, CSV and TSV files, whose columns may mix types, unlike in `datasets`.
+"""Reads JSON, JSON lines, CSV and TSV files. Unlike in `datasets`, a column may mix types.
 
-So a row is kept as its JSON text, and [`loaded`] parses it.
+So a row is kept as its JSON text, and [`row_of_json`] parses it.
 """
 
 import codecs
@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
-from ..rows.forms import FORMS, renamed
+from ..rows.forms import ROW_FORMS, renamed
 from ..rows.images import SUFFIXES, short
 from ..rows.once import warn_once
 from ..rows.turns import is_empty
@@ -38,8 +38,6 @@ _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _LIST_START = re.compile(r"\s*\[\s*")
 _SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
 _TABLES = {".parquet", ".arrow"}
-_COCO = {"images", "annotations"}  # lists of a file of COCO, whose images have these keys:
-_COCO_IMAGE = {"id", "file_name"}
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SEPARATORS = (",", ";", "\t", "|")  # of cells, by the countries and programs that write them
 _NAMED_SEPARATOR = re.compile(r"sep=(.)\s*")  # a first line that Excel reads
@@ -58,18 +56,16 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
     options: dict[str, Any] = {"features": ROWS, "gen_kwargs": {"files": files}}
     if streaming:
         return IterableDataset.from_generator(_rows, **options)
-    versions = []
-    for file in files:
-        file_status = os.stat(file)
-        versions.append((file, file_status.st_size, file_status.st_mtime_ns))
+    versions = [(file, os.path.getsize(file), os.stat(file).st_mtime_ns) for file in files]
     options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
     try:  # few rows wait in memory to be written, since they may have images in base64
         return Dataset.from_generator(_rows, writer_batch_size=200, **options)
-    except ValueError:  # raised by `datasets` without rows; what `_rows` raises is wrapped
+    except ValueError:  # `datasets` raises it if there are no rows, and wraps errors of `_rows`
         return Dataset.from_dict({column: [] for column in ROWS}, features=ROWS)
 
 
 def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Reads the rows of files, in the columns `ROWS`. Raises ValueError if a file is not valid."""
     for file in files:
         path = Path(file)
         reader = READERS[path.suffix.lower()]
@@ -82,9 +78,9 @@ def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 def _with_images(text: str) -> str:
     """Returns the JSON text of a row of metadata with the known names of columns of images.
 
-    A column of the known name is not replaced; the other is reported as not used.
+    A column that already has the known name is not replaced. The other is then reported as unused.
     """
-    content = loaded(text)
+    content = row_of_json(text)
     if not isinstance(content, dict):
         return text
     own_columns = {}
@@ -94,8 +90,8 @@ def _with_images(text: str) -> str:
     return json.dumps(renamed(content, own_columns))
 
 
-def loaded(text: str) -> Any:
-    """Returns the row of a JSON text; if it is not valid, the text in bytes, which is no row."""
+def row_of_json(text: str) -> Any:
+    """Returns the row of a JSON text. A text that is not valid is returned as bytes: a bad row."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -105,15 +101,16 @@ def loaded(text: str) -> Any:
 def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
     """Chooses the files of rows of a split in a folder, by their names.
 
-    WebDataset's shards come first, since programs write tables of their content beside them; then
-    metadata, which is looked for in folders within if there are no other files.
+    WebDataset's shards come first, since programs write tables of their content beside them. Files
+    of metadata come second. If a folder has no files of rows, its folders may have metadata.
 
     Args:
         folder: The folder.
         split: The name of the split. Files that name no split belong to "train".
 
     Returns:
-        The files to read, none if `datasets` has to read the folder, and other files of rows.
+        The files to read, and the other files of rows. Without files to read, `datasets` has to
+        read the folder.
 
     Raises:
         ValueError: The names of all files belong to other splits.
@@ -135,7 +132,11 @@ def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
     if not row_files and not table_files:
         shard_files = []  # `datasets` finds shards that have nothing beside them
         metadata_candidates = sorted(folder.rglob(f"{METADATA}.*"))
-    files_to_read = shard_files or [path for path in metadata_candidates if _is_metadata(path)]
+    files_to_read = shard_files or [
+        path
+        for path in metadata_candidates
+        if path.stem == METADATA and path.suffix.lower() in READERS and path.is_file()
+    ]
     if not files_to_read and not table_files:
         files_to_read = row_files
     unread_files = [path for path in row_files if path not in files_to_read]
@@ -145,12 +146,11 @@ def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
     return list(map(str, split_files)), list(map(str, unread_files))
 
 
-def _is_metadata(path: Path) -> bool:
-    return path.stem == METADATA and path.suffix.lower() in READERS and path.is_file()
-
-
 def _files_of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
-    """Returns the files with a split in their names, or for "train" those without another split."""
+    """Returns the files with a split in their names, for "train" perhaps the files without a split.
+
+    Raises ValueError if there are none.
+    """
     split_files = []
     files_without_split = []
     for file in files:
@@ -169,7 +169,10 @@ def _files_of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
 
 
 def images_of_folder(folder: Path) -> list[str]:
-    """Returns the paths of the images in a folder, relative to it; none if it has files of rows."""
+    """Returns the paths of the images in a folder, relative to it.
+
+    There are none if the folder has files of rows.
+    """
     image_paths = []
     for path in sorted(folder.rglob("*")):
         suffix = path.suffix.lower()
@@ -183,7 +186,10 @@ def images_of_folder(folder: Path) -> list[str]:
 
 
 def _json(file: str) -> Iterator[str]:
-    """Yields the texts of the rows in a JSON file: a list, an object, or really JSON lines."""
+    """Yields the texts of the rows in a JSON file: a list, an object, or in fact JSON lines.
+
+    Raises ValueError if it is none of them, or not valid.
+    """
     with open(file, "rb") as binary_file:
         encoding = json.detect_encoding(binary_file.read(4))
     try:
@@ -194,9 +200,9 @@ def _json(file: str) -> Iterator[str]:
         yield from _elements(text)
         return
     except (ValueError, RecursionError):
-        pass  # no list of rows, or an error whose place `json.loads` names
+        pass  # it is not a list of rows, or has an error: `json.loads` says where
     json_lines = [line for line in map(str.strip, text.split("\n")) if line]
-    if len(json_lines) > 1 and isinstance(loaded(json_lines[0]), dict):
+    if len(json_lines) > 1 and isinstance(row_of_json(json_lines[0]), dict):
         yield from json_lines
         return
     try:
@@ -212,19 +218,21 @@ def _json(file: str) -> Iterator[str]:
 
 
 def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
-    """Returns the rows of JSON that is no list: one row, COCO, or an object with a list of rows.
+    """Returns the rows of JSON that is not a list: a row, COCO, or an object with a list of rows.
 
     Raises:
         ValueError: It is something else. If a command can write its rows, the message has it.
     """
-    problem = f"{file} is no JSON list of rows"
+    problem = f"{file} is not a JSON list of rows"
     if not isinstance(content, dict):
         raise ValueError(f"{problem} but {short(content)}. Correct it, or name another file.")
-    if any(content.get(str(form[0] or form[1])) for form in FORMS):
+    if any(content.get(str(form[0] or form[1])) for form in ROW_FORMS):
         return [content]
     lists_of_rows = {key: value for key, value in content.items() if _are_objects(value)}
-    if _is_coco(lists_of_rows):
-        return _rows_of_coco(lists_of_rows["images"], lists_of_rows["annotations"], file)
+    if lists_of_rows.keys() >= {"images", "annotations"}:
+        coco_images = lists_of_rows["images"]
+        if all(image.keys() >= {"id", "file_name"} for image in coco_images):
+            return _rows_of_coco(coco_images, lists_of_rows["annotations"], file)
     if len(lists_of_rows) == 1:
         (rows,) = lists_of_rows.values()
         return rows
@@ -233,10 +241,10 @@ def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
     if lists_of_rows:
         first_list = next(iter(lists_of_rows))
         key_in_python = f"[{json.dumps(first_list)}]"
-        advice = "Write those that you want one a line, here the first:"
+        advice = "Write the list that you want, a row in each line. Here is the first:"
     elif _are_objects(list(content.values())):
         key_in_python = ".values()"
-        advice = "If its values are the rows, write them one a line:"
+        advice = "If its values are the rows, write each in a line:"
     else:
         raise ValueError(f"{problem}. Correct it, or name another file.")
     rows_in_python = f"json.load(open(sys.argv[1])){key_in_python}"
@@ -246,16 +254,10 @@ def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
 
 
 def _are_objects(value: Any) -> bool:
+    """Whether a value is a list of mappings that is not empty."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(element, dict) for element in value)
-
-
-def _is_coco(lists: dict[str, list[dict]]) -> bool:
-    """Returns whether lists of objects are the content of a file of COCO."""
-    if not lists.keys() >= _COCO:
-        return False
-    return all(image.keys() >= _COCO_IMAGE for image in lists["images"])
 
 
 def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Iterator[dict]:
@@ -266,17 +268,20 @@ def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Ite
         row = dict(annotation)
         image_id = str(row.pop("image_id", None))
         used_images.add(image_id)
-        # A row without its image is a bad one: with only its text it would be learned.
+        # Without an image, the text would be learned. With one that does not exist, a row is bad.
         row["image"] = files.get(image_id, f"(images has no id {image_id})")
         yield row
     unused_count = len(files.keys() - used_images)
     if unused_count:
         counts = f"{unused_count:,} of {len(files):,} images"
-        warn_once(f"{file}: {counts} have no annotation: left out.")
+        warn_once(f"{file}: {counts} have no annotation and are left out.")
 
 
 def _elements(text: str) -> Iterator[str]:
-    """Yields the texts of the elements of a JSON list, parsed one by one; or raises ValueError."""
+    """Yields the texts of the elements of a JSON list, parsed one by one.
+
+    Raises ValueError if the text is anything else.
+    """
     decoder = json.JSONDecoder()
     separator = _LIST_START.match(text)
     while separator and "]" not in separator[0]:
@@ -285,36 +290,34 @@ def _elements(text: str) -> Iterator[str]:
         yield text[element_start:element_end]
         separator = _SEPARATOR.match(text, element_end)
     if not separator or separator.end() < len(text):
-        raise ValueError("it is no list, or goes on after it")
+        raise ValueError("it is not a list, or goes on after it")
 
 
 def _json_lines(file: str) -> Iterator[str]:
+    """Yields the texts of the rows in a file of JSON lines. One that holds JSON is read as such."""
     json_lines = _decoded_lines(file)
     first_line = next(json_lines, "")
     if not _is_utf_16(file) and (first_line in ("{", "[") or first_line.startswith("[{")):
         yield from _json(file)
         return
-    if first_line:  # else only a byte order mark, or nothing
+    if first_line:
         yield first_line
     yield from json_lines
 
 
 def _decoded_lines(file: str) -> Iterator[str]:
     """Yields the lines of a file that are not empty, without white space around them."""
-    if _is_utf_16(file):
-        with open(file, encoding="utf-16") as lines:
-            for line in lines:
-                if line.strip():
-                    yield line.strip()
-        return
-    with open(file, "rb") as encoded_lines:
-        for encoded_line in encoded_lines:
-            if encoded_line.strip():
-                # No JSON has the escape that an invalid byte becomes.
-                yield encoded_line.strip().decode("utf-8-sig", "backslashreplace")
+    encoding = "utf-16" if _is_utf_16(file) else "utf-8"
+    # The escape that an invalid byte becomes is not valid in JSON.
+    with open(file, encoding=encoding, errors="backslashreplace", newline="\n") as lines:
+        for line in lines:
+            content = line.strip().removeprefix("\ufeff")  # a file may be several files in one
+            if content:
+                yield content
 
 
 def _csv(file: str) -> Iterator[str]:
+    """Yields the rows of a CSV or TSV file as JSON texts. Raises ValueError if it is not valid."""
     csv.field_size_limit(sys.maxsize)
     usual_separator = "\t" if file.lower().endswith(".tsv") else ","
     encoding = "utf-16" if _is_utf_16(file) else "utf-8-sig"
@@ -330,7 +333,7 @@ def _csv(file: str) -> Iterator[str]:
 
 
 def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
-    """Yields the rows of a table. One with more cells than the header is a list, which is bad."""
+    """Yields the rows of a table. A row with more cells than the header is a list: a bad row."""
     rows = csv.DictReader(lines, delimiter=separator, strict=True)
     column_names = [column_name.strip() for column_name in rows.fieldnames or [""]]
     rows.fieldnames = column_names
@@ -343,7 +346,7 @@ def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
                 if "\t" in cell and "\n" in cell:
                     location = f"near line {rows.line_num}; are quotes text?"
                     raise csv.Error(f"a cell has tabs and line breaks, {location}")
-        if None in row:  # more cells than the header: a comma in a text without quotes
+        if None in row:  # more cells than the header, by a comma in a text without quotes
             yield cells
         else:
             # Lists stay texts: the row's form says which columns hold lists.
@@ -351,9 +354,9 @@ def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
 
 
 def _separator(lines: TextIO, usual_separator: str) -> str:
-    """Returns the separator of cells that divides the first line into most, or the usual one.
+    """Returns the separator that divides the first line into most cells, or the usual one.
 
-    The file is left where its header begins.
+    Then the file is read on from its header.
     """
     named_separator = _NAMED_SEPARATOR.fullmatch(lines.readline())
     if named_separator:
@@ -363,7 +366,7 @@ def _separator(lines: TextIO, usual_separator: str) -> str:
         lines.seek(0)
         try:
             cells = next(csv.reader(lines, delimiter=separator, strict=True), [])
-        except csv.Error:  # quotes that do not fit to this separator
+        except csv.Error:  # the quotes do not fit this separator
             continue
         cell_counts[separator] = len(cells)
     lines.seek(0)
@@ -371,7 +374,7 @@ def _separator(lines: TextIO, usual_separator: str) -> str:
 
 
 def _is_utf_16(file: str) -> bool:
-    """Returns whether a file begins with the mark of UTF-16, as Excel's "Unicode Text" does."""
+    """Whether a file begins with the mark of UTF-16, as Excel's "Unicode Text" does."""
     with open(file, "rb") as binary_file:
         return binary_file.read(2) in _UTF_16
 

@@ -27,9 +27,9 @@ class Filter:
     value: str
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether a row meets the condition. A row without a value only meets `!=`.
+        """Whether a row meets the condition. A row without a value only meets `!=`.
 
-        Raises ValueError if a value that is compared by size is no number.
+        Raises ValueError if a value is compared by size, but is not a number.
         """
         value = row.get(self.column)
         if value is None or value != value:  # NaN
@@ -38,7 +38,7 @@ class Filter:
         wanted = _number(self.value)
         if self.comparison in _ORDERS:
             if number is None:
-                raise ValueError(f"{self.column} is {str(value)[:40]!r} in a row, and no number")
+                raise ValueError(f"{self.column} is {str(value)[:40]!r} in a row, not a number")
             assert wanted is not None  # by `parse_filters`
             return _ORDERS[self.comparison](number, wanted)
         is_equal = str(value).lower() == self.value.lower()
@@ -51,7 +51,7 @@ class Filter:
 
 
 def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
-    """Returns the conditions in a list of texts, or in a text in which commas separate them.
+    """Returns the conditions in a list of texts, or in a text where commas separate them.
 
     Raises ValueError if one is not valid.
     """
@@ -61,15 +61,16 @@ def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
     for text in texts or ():
         match = isinstance(text, str) and _FILTER.fullmatch(text)
         if not match:
-            raise ValueError(f"filters has {text!r}, which is no condition. {REMEDY}")
+            raise ValueError(f"filters has {text!r}, not a condition. {REMEDY}")
         column, comparison, value = match.groups()
         if comparison in _ORDERS and _number(value) is None:
-            raise ValueError(f"filters compares {column} with {value!r}, which is no number.")
+            raise ValueError(f"filters compares {column} with {value!r}, not with a number.")
         filters.append(Filter(column, comparison.replace("==", "="), value))
     return tuple(filters)
 
 
 def _number(value: Any) -> float | None:
+    """Returns a number, or the number that a text holds, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

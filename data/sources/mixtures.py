@@ -6,8 +6,8 @@ No image is written on the way, because a row is parsed only when it is read.
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,11 +18,19 @@ from transformers import LlavaProcessor
 from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_not_read
 from ..rows.images import ImageRules
 from ..rows.once import warn_once
-from ..rows.parse import FEATURES
+from ..rows.parse import FEATURES, ParsedRow
 from .arguments import DataArguments, DataSource
-from .source import AnyData, ParsedRow, Source, open_held_out, open_source
+from .source import AnyData, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
-from .table import CheckedTable, RowReader, measure, only_valid, rows_on_access, valid_table
+from .table import (
+    CheckedTable,
+    RowReader,
+    check_rows,
+    measure,
+    require_valid_rows,
+    rows_on_access,
+    valid_table,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingData:
-    """Parsed rows with the columns `FEATURES`; `eval` is None unless held-out data is asked for."""
+    """Parsed rows with the columns `FEATURES`. `eval` is None unless held-out data is asked for."""
 
     train: AnyData
     eval: AnyData | None
@@ -39,21 +47,14 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class _PreparedRows:
-    """Valid rows of one source. `has_images` describes the first rows of a stream."""
+    """Valid rows and a report on each of their sources.
+
+    `has_images` is whether any row has an image. Of a stream, only the first rows count.
+    """
 
     rows: AnyData
-    report: SourceReport
-    has_images: bool
-
-
-@dataclass(frozen=True)
-class _Mixture:
-    """Valid rows of all sources to train on, and the rows that were held out of them, if any."""
-
-    train: AnyData
     reports: list[SourceReport]
     has_images: bool
-    held_out: _PreparedRows | None = None
 
 
 def load_data(
@@ -65,13 +66,13 @@ def load_data(
     need_images: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """Loads and mixes the data sets of `arguments`, checks every row, and drops those too long.
+    """Loads and mixes the data sets of `arguments`, checks every row, and drops rows too long.
 
     The images of data in memory are decoded as [`check_rows`] says. The processes share this work,
     so all of them must call this function at the same time. If the data sets have fractions, the
-    mixture is the largest one with these shares in which no row comes twice.
+    mixture is the largest one with these shares that repeats no row more often than `repeat` says.
 
-    A stream is checked while it is read; only its first rows are checked here. The stream of
+    A stream is checked while it is read. Only its first rows are checked here. The stream of
     training rows is shuffled in a buffer and has no end. Each process reads all of its rows and
     takes a part of them. Without fractions, it has a row of each data set in turn. `repeat` of a
     data set is how often each of its rows comes.
@@ -86,19 +87,16 @@ def load_data(
         options: Fields of [`Checks`] that are not in `arguments`.
 
     Raises:
-        ValueError: A data set cannot be read, has too many bad rows, or has no row left.
+        ValueError: A data set cannot be read, has too many bad rows, has no row left, or has no
+            images where they are needed. Options of the data contradict each other.
     """
     streaming = arguments.dataset_streaming
-    fractions = _fractions(arguments.sources)
+    fractions = _checked_fractions(arguments.sources)
     split_size = arguments.test_split_size
     if not with_eval or arguments.eval_dataset_name:
         split_size = None
     if streaming:
-        if split_size:
-            raise ValueError(
-                "test_split_size needs data in memory, no stream. Give eval_dataset_name."
-            )
-        _check_streams(arguments.sources, fractions)
+        _check_streams(arguments.sources, fractions, split_size)
     checks = Checks(
         processor, bad_rows=arguments.bad_rows, check_images=arguments.check_images, **options
     )
@@ -106,21 +104,22 @@ def load_data(
     if with_eval and not split_size:
         held_out_source = open_held_out(arguments, checks.processes)
     sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
-    repeats = tuple(named.repeat for named in arguments.sources)
+    held_out = None
     if streaming:
-        buffer_size = arguments.shuffle_buffer_size
-        mixture = _mix_streams(sources, repeats, fractions, checks, seed, buffer_size)
+        mixture = _mix_streams(sources, fractions, checks, seed, arguments.shuffle_buffer_size)
     else:
-        mixture = _mix_tables(sources, repeats, fractions, checks, seed, split_size)
-    held_out = mixture.held_out
+        mixture, held_out = _mix_tables(sources, fractions, checks, seed, split_size)
     if held_out_source:
         held_out = _prepare(held_out_source, checks, "eval")
-    if need_images and not mixture.has_images:
-        raise _no_images(source.name for source in sources)
-    held_out_rows = held_out.rows if held_out else None
-    reports = [*mixture.reports, held_out.report] if held_out else mixture.reports
+    if need_images:
+        _require_images(mixture)
+    held_out_rows = None
+    reports = mixture.reports
+    if held_out:
+        held_out_rows = held_out.rows
+        reports = reports + held_out.reports
     _record_dropped(checks, reports)
-    return TrainingData(mixture.train, held_out_rows, DataReport(reports))
+    return TrainingData(mixture.rows, held_out_rows, DataReport(reports))
 
 
 def prepare_rows(
@@ -134,8 +133,9 @@ def prepare_rows(
     """Returns the parsed rows of an open data set, checked and measured, and their report.
 
     The data may have any form that files have. Images may also be PIL images, or any local files.
-    A stream is neither shuffled nor repeated. What this function or [`load_data`] returned comes
-    back without the rows longer than `checks.max_length`. All processes must call it together.
+    A stream is neither shuffled nor repeated. Rows that this function or [`load_data`] has returned
+    are not checked again: only rows longer than `checks.max_length` are dropped. All processes must
+    call this function together.
 
     Args:
         data: Rows in memory or a stream.
@@ -145,15 +145,16 @@ def prepare_rows(
         need_images: Whether it is an error if no row, or no early row of a stream, has an image.
 
     Raises:
-        ValueError: Too many rows are bad, or no row is left.
+        ValueError: Too many rows are bad, no row is left, or there are no images where they are
+            needed.
     """
     if is_prepared(data):
         prepared = _without_long_rows(data, checks, name, split)
     else:
         prepared = _prepare(Source(name, ImageRules(), data), checks, split)
-    if need_images and not prepared.has_images:
-        raise _no_images([name])
-    report = prepared.report
+    if need_images:
+        _require_images(prepared)
+    [report] = prepared.reports
     log_not_read(logger, name, report.left_out, report.changed)
     if report.dropped:
         dropped_count = f"{len(report.dropped):,} of {report.found:,} rows"
@@ -164,12 +165,11 @@ def prepare_rows(
 
 def _mix_streams(
     sources: tuple[Source, ...],
-    repeats: tuple[int, ...],
     fractions: tuple[float, ...],
     checks: Checks,
     seed: int,
     buffer_size: int,
-) -> _Mixture:
+) -> _PreparedRows:
     """Mixes streams to one without end."""
     # A list, since looking for images also checks the first rows of each source.
     with_images = [has_images(source, checks) for source in sources]
@@ -178,23 +178,21 @@ def _mix_streams(
     rows = stream(
         endless_rows,
         sources=sources,
-        repeats=repeats,
         checks=checks,
         fractions=fractions,
         seed=seed,
         size=buffer_size,
     )
-    return _Mixture(rows, reports, any(with_images))
+    return _PreparedRows(rows, reports, any(with_images))
 
 
 def _mix_tables(
     sources: tuple[Source, ...],
-    repeats: tuple[int, ...],
     fractions: tuple[float, ...],
     checks: Checks,
     seed: int,
     split_size: float | None,
-) -> _Mixture:
+) -> tuple[_PreparedRows, _PreparedRows | None]:
     """Draws rows in memory from each source, and holds out a share of them if asked to."""
     reader = RowReader(sources)
     tables = []
@@ -203,9 +201,10 @@ def _mix_tables(
         checked = valid_table(reader, part, checks, "train")
         tables.append(checked.table)
         reports.append(checked.report)
-    source_names = [source.name for source in sources]
-    row_counts = [len(table) for table in tables]
-    warning = _unused_rows(source_names, row_counts, repeats, fractions)
+    row_counts = list(map(len, tables))
+    names = [source.name for source in sources]
+    repeats = [source.repeat for source in sources]
+    warning = _unused_rows(names, row_counts, repeats, fractions)
     if warning:
         logger.warning(warning)
     used_counts = _counts_of_mixture(row_counts, repeats, fractions)
@@ -216,29 +215,27 @@ def _mix_tables(
     held_out = None
     if split_size:
         mixed_table, held_out_table = _split(mixed_table, split_size, seed)
-        held_out = _prepare_held_out(held_out_table, reader, checks)
+        # Any file is allowed here: links that leave the image folder were checked with all rows.
+        held_out_source = Source("held out of training", ImageRules(), held_out_table)
+        checked = check_rows(held_out_table, reader, held_out_source, checks, "eval")
+        require_valid_rows(checked, held_out_source, checks)
+        held_out = _in_memory(checked, reader)
         used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
-    reports = [
-        replace(report, used=used) for report, used in zip(reports, used_counts, strict=True)
-    ]
+    for report, used_count in zip(reports, used_counts, strict=True):
+        report.used = used_count
     with_images = any(report.images for report in reports)
-    return _Mixture(rows_on_access(mixed_table, reader), reports, with_images, held_out)
-
-
-def _prepare_held_out(table: Dataset, reader: RowReader, checks: Checks) -> _PreparedRows:
-    """Checks rows that were held out of training. All their images are opened."""
-    # Any file is allowed here: links that leave the image folder were checked with all rows.
-    source = Source("held out of training", ImageRules(), table)
-    checked = only_valid(table, reader, source, checks, "eval")
-    return _in_memory(checked, reader)
+    return _PreparedRows(rows_on_access(mixed_table, reader), reports, with_images), held_out
 
 
 def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
-    """Checks the rows of one source, or the first rows of a stream."""
+    """Checks the rows of one source, or the first rows of a stream.
+
+    Raises ValueError as [`valid_table`] and [`has_images`] do.
+    """
     if isinstance(source.data, IterableDataset):
         rows = stream(valid_rows, source=source, checks=checks)
         report = stream_report(source, checks, split)
-        return _PreparedRows(rows, report, has_images(source, checks))
+        return _PreparedRows(rows, [report], has_images(source, checks))
     reader = RowReader((source,))
     return _in_memory(valid_table(reader, 0, checks, split), reader)
 
@@ -246,7 +243,7 @@ def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
 def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
     """Returns the valid rows of a source, each parsed when it is read."""
     rows = rows_on_access(checked.table, reader)
-    return _PreparedRows(rows, checked.report, bool(checked.report.images))
+    return _PreparedRows(rows, [checked.report], bool(checked.report.images))
 
 
 def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> _PreparedRows:
@@ -258,17 +255,13 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
     if isinstance(data, IterableDataset):
         if checks.max_length is not None:
             data = data.filter(ShortRows(name, checks))
-        return _PreparedRows(data, SourceReport(name, split), has_images=True)
+        return _PreparedRows(data, [SourceReport(name, split)], has_images=True)
     facts = data.with_format(None).select_columns(["source", "row", "length"])
     longest = math.inf if checks.max_length is None else checks.max_length
     is_long = np.array(facts["length"][:]) > longest
     if is_long.all():
         raise ValueError(_no_row_left(name, checks))
-    dropped_rows = []
-    for long_row in facts.select(np.flatnonzero(is_long)):
-        too_long = checks.too_long({**long_row, "file": None})
-        assert too_long is not None
-        dropped_rows.append(too_long)
+    dropped_rows = list(filter(None, map(checks.too_long, facts.select(np.flatnonzero(is_long)))))
     short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
     report = SourceReport(
         name,
@@ -279,7 +272,7 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
         dropped=dropped_rows,
         **measure(short_rows),
     )
-    return _PreparedRows(short_rows, report, has_images=True)
+    return _PreparedRows(short_rows, [report], has_images=True)
 
 
 class ShortRows:
@@ -291,7 +284,7 @@ class ShortRows:
         self._dropped = 0  # since the last row that is not too long
 
     def __call__(self, row: ParsedRow) -> bool:
-        too_long = self._checks.too_long({**row, "file": None})
+        too_long = self._checks.too_long(row)
         if too_long is None:
             self._dropped = 0
             return True
@@ -327,13 +320,8 @@ def _counts_of_mixture(
     available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
     if not fractions:
         return available_counts
-    mixture_size = min(_mixture_sizes(available_counts, fractions))
-    return [round(mixture_size * share) for share in fractions]
-
-
-def _mixture_sizes(counts: Sequence[int], fractions: Sequence[float]) -> list[float]:
-    """Returns, for each source, the size of a mixture of which all its rows are its fraction."""
-    return [count / share for count, share in zip(counts, fractions, strict=True)]
+    sizes = [count / share for count, share in zip(available_counts, fractions, strict=True)]
+    return [round(min(sizes) * share) for share in fractions]
 
 
 def _drawn_rows(row_count: int, drawn_count: int, seed: list[int]) -> list[int]:
@@ -360,13 +348,18 @@ def _unused_rows(
             left_out.append(f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}")
     if not left_out:
         return None
-    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
-    mixture_sizes = _mixture_sizes(available_counts, fractions)
-    limiting_source = mixture_sizes.index(min(mixture_sizes))
+    # For each source, how large the mixture must be for its fraction to be all of its rows once.
+    sizes = [count / share for count, share in zip(counts, fractions, strict=True)]
+    sizes_with_repeats = [size * repeat for size, repeat in zip(sizes, repeats, strict=True)]
+    limiting_source = sizes_with_repeats.index(min(sizes_with_repeats))
     limiting_rows = f"{counts[limiting_source]:,} rows of {names[limiting_source]}"
     if repeats[limiting_source] > 1:
         limiting_rows += f", each {repeats[limiting_source]} times"
-    remedies = _sufficient_repeats(names, counts, repeats, fractions)
+    remedies = []
+    for name, size, repeat in zip(names, sizes, repeats, strict=True):
+        sufficient_repeat = math.ceil(max(sizes) / size - 1e-9)
+        if sufficient_repeat > repeat:
+            remedies.append(f"repeat: {sufficient_repeat} for {name}")
     return (
         f"fraction {fractions[limiting_source]:.3g} of the mixture is {limiting_rows}. So the "
         f"mixture has {sum(used_counts):,} rows, without {' and '.join(left_out)}. To train on "
@@ -374,45 +367,32 @@ def _unused_rows(
     )
 
 
-def _sufficient_repeats(
-    names: Sequence[str], counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
-) -> list[str]:
-    """Returns the values of `repeat` with which these fractions leave no row out."""
-    wanted_size = max(_mixture_sizes(counts, fractions))
-    remedies = []
-    for name, row_count, repeat, share in zip(names, counts, repeats, fractions, strict=True):
-        sufficient_repeat = math.ceil(wanted_size * share / row_count - 1e-9)
-        if sufficient_repeat > repeat:
-            remedies.append(f"repeat: {sufficient_repeat} for {name}")
-    return remedies
-
-
 def _split(table: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     """Splits a table into rows to train on and a share of its rows to hold out.
 
     Copies of a row stay together. A row that is held out comes only once.
     """
-    source_numbers = np.array(table["part"][:])
-    row_numbers = np.array(table["index"][:])
+    row_keys = np.array(table["part"][:]) * 2**32 + np.array(table["index"][:])
     # Copies of a row follow each other.
-    is_first = (np.diff(source_numbers, prepend=-1) != 0) | (np.diff(row_numbers, prepend=-1) != 0)
-    first_places = np.flatnonzero(is_first)
-    end_places = [*first_places[1:], len(table)]
-    distinct_numbers = {"number": list(range(len(first_places)))}
-    distinct_rows = Dataset.from_dict(distinct_numbers)  # cached in no file
+    _, places, copies = np.unique(row_keys, return_index=True, return_counts=True)
+    distinct_rows = Dataset.from_dict({"place": places, "copies": copies})  # cached in no file
     split = distinct_rows.train_test_split(share, seed=seed)
-    training_rows: list[int] = []
-    for distinct_number in split["train"]["number"][:]:
-        training_rows.extend(range(first_places[distinct_number], end_places[distinct_number]))
-    held_out_rows = first_places[split["test"]["number"][:]]
-    return table.select(training_rows), table.select(held_out_rows)
+    training_places: list[int] = []
+    training_rows = split["train"][:]
+    for place, count in zip(training_rows["place"], training_rows["copies"], strict=True):
+        training_places.extend(range(place, place + count))
+    return table.select(training_places), table.select(split["test"]["place"][:])
 
 
-def _check_streams(sources: list[DataSource], fractions: Sequence[float]) -> None:
+def _check_streams(
+    sources: list[DataSource], fractions: Sequence[float], split_size: float | None
+) -> None:
     """Raises ValueError if options of streams contradict each other.
 
     Warns if the streams take turns.
     """
+    if split_size:
+        raise ValueError("test_split_size needs data in memory, no stream. Give eval_dataset_name.")
     repeated = [source.path for source in sources if source.repeat > 1]
     if fractions and repeated:
         problem = "A stream with fractions begins again whenever it ends, as often as they need."
@@ -424,14 +404,18 @@ def _check_streams(sources: list[DataSource], fractions: Sequence[float]) -> Non
         )
 
 
-def _no_images(names: Iterable[str]) -> ValueError:
-    return ValueError(
-        f"The rows read of {', '.join(names)} have no image, without which nothing is trained if "
-        "the language model is frozen, as in stage align. docs/data.md shows how images are read."
-    )
+def _require_images(prepared: _PreparedRows) -> None:
+    """Raises ValueError if no row has an image."""
+    if not prepared.has_images:
+        names = ", ".join(report.source for report in prepared.reports)
+        raise ValueError(
+            f"The rows read of {names} have no image. So nothing is trained if the language model "
+            "is frozen, as in stage align. docs/data.md shows how images are read."
+        )
 
 
 def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
+    """Writes the dropped rows into their file, if there is one, in the main process."""
     if not checks.dropped_rows or not PartialState().is_main_process:
         return
     for report in reports:
@@ -439,8 +423,11 @@ def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
             checks.dropped_rows.add(dropped)
 
 
-def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
-    """Returns shares that sum to 1, or nothing if no source has a fraction."""
+def _checked_fractions(sources: list[DataSource]) -> tuple[float, ...]:
+    """Returns shares that sum to 1, or nothing if no source has a fraction.
+
+    Raises ValueError if a source has none, or one that is not a number above 0.
+    """
     shares: list[Any] = [source.fraction for source in sources]
     if shares.count(None) == len(shares):
         return ()
@@ -449,5 +436,4 @@ def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
             raise ValueError(
                 f"Give all data sets a fraction, a number above 0, or none; got {shares}."
             )
-    sum_of_shares = sum(shares)
-    return tuple(share / sum_of_shares for share in shares)
+    return tuple(share / sum(shares) for share in shares)

@@ -33,14 +33,13 @@ from .files import (
     ROWS,
     files_of_folder,
     images_of_folder,
-    loaded,
     open_files,
+    row_of_json,
 )
 from .filters import Filter, parse_filters
 
 
 AnyData: TypeAlias = Dataset | IterableDataset
-ParsedRow: TypeAlias = dict[str, Any]  # as `data.rows.parse` describes it, perhaps with its facts
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
 _SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
@@ -57,16 +56,17 @@ class StoredRow(NamedTuple):
 
 @dataclass
 class Source:
-    """An opened data set. Iterating gives its rows as they are stored, with known column names.
+    """An opened data set. Iterating yields its rows as they are stored, with known column names.
 
     Attributes:
         name: What messages call it.
         rules: Which files its images may be.
         data: Its rows, with images not decoded.
-        columns: Which columns are read; or, by known name, how the data names them.
+        columns: The columns to read, or the data's names of columns by known name.
         dataset: Id, commit and licence of a Hub data set: see [`hub_dataset`].
         filters: Which rows of a stream are read. For rows in memory see [`Source.filtered`].
         numbers: Numbers of the rows in memory, if some rows are not read.
+        repeat: How often each row comes in an epoch.
     """
 
     name: str
@@ -76,50 +76,49 @@ class Source:
     dataset: dict[str, Any] | None = None
     filters: tuple[Filter, ...] = ()
     numbers: list[int] | None = None
+    repeat: int = 1
 
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
-        # The types of columns that hold numbers of classes, perhaps in lists, or short floats.
+        # Types of the columns that hold short floats or numbers of classes, perhaps in lists.
         column_types = self.data.features or {}
         self._restored_types = {}
         for column, column_type in column_types.items():
-            if _is_restored(column_type):
+            is_short_float = getattr(column_type, "dtype", None) in _SHORT_FLOATS
+            if is_short_float or "ClassLabel(" in repr(column_type):
                 self._restored_types[column] = column_type
-        if isinstance(self.data, Dataset):
-            self.data = _in_arrow(self.data)
+        # Rows are read as Arrow tables, unless the user has set a transform.
+        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":
+            columns = self.data.format["columns"]  # those that the user has hidden stay hidden
+            if self.data.format["output_all_columns"]:
+                columns = self.data.column_names
+            self.data = self.data.with_format("arrow", columns=columns)
 
     def __iter__(self) -> Iterator[StoredRow]:
-        if isinstance(self.data, IterableDataset):
-            yield from self._stream(self.data)
+        if isinstance(self.data, Dataset):
+            for start in range(0, len(self.data), CHUNK):
+                yield from self.rows_at(range(len(self.data))[start : start + CHUNK])
             return
-        for start in range(0, len(self.data), CHUNK):
-            yield from self.rows(start, CHUNK)
-
-    def _stream(self, data: IterableDataset) -> Iterator[StoredRow]:
-        if data.features:
-            data = data.decode(False)
-        for number, stored in enumerate(data.with_format(None)):
+        stream = self.data.decode(False) if self.data.features else self.data
+        for number, stored in enumerate(stream.with_format(None)):
             row = self._row(number, stored)
             if _meets(row.content, self.filters):
                 yield self._named(row)
 
-    def rows(self, start: int, count: int) -> list[StoredRow]:
-        """Returns at most `count` rows in memory from a number on, as iterating gives them."""
-        assert isinstance(self.data, Dataset)
-        end = min(start + count, len(self.data))
-        return self.rows_at(range(start, end))
-
     def rows_at(self, numbers: Sequence[int]) -> list[StoredRow]:
-        """Returns the rows in memory of these numbers, as iterating gives them; read at once."""
+        """Returns the rows in memory of these numbers, as iterating gives them.
+
+        They are read together. That is faster than one by one.
+        """
         assert isinstance(self.data, Dataset)
-        if self.data.format["type"] != "arrow":  # one's own transform
+        if self.data.format["type"] == "arrow":
+            stored_rows = self.data[numbers].to_pylist()
+        else:  # the user's own transform
             stored_rows = [self.data[number] for number in numbers]
-        elif isinstance(numbers, range):
-            stored_rows = self.data[numbers.start : numbers.stop].to_pylist()
-        else:
-            stored_rows = self.data[list(numbers)].to_pylist()
-        rows = [self._row(number, row) for number, row in zip(numbers, stored_rows, strict=True)]
-        return [self._named(row) for row in rows]
+        rows = []
+        for number, stored_row in zip(numbers, stored_rows, strict=True):
+            rows.append(self._named(self._row(number, stored_row)))
+        return rows
 
     def _row(self, number: int, stored: Any) -> StoredRow:
         """Returns a stored row with its own names of columns."""
@@ -128,7 +127,7 @@ class Source:
             number = self.numbers[number]
         content = stored
         if self._kept_as_text:
-            content = loaded(stored["json"])
+            content = row_of_json(stored["json"])
             if stored["file"]:
                 source_name = stored["file"]
                 number = stored["number"]
@@ -153,13 +152,17 @@ class Source:
         return row._replace(content=content)
 
     def check_columns(self) -> None:
-        """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
+        """Raises ValueError if `columns` names a column that no row has.
+
+        Of a stream, only the first 1,000 rows are read.
+        """
         named_columns = set(self.columns or ())
         if isinstance(self.columns, dict):
             named_columns = set(self.columns.values())
         self._check_named("columns", named_columns)
 
     def _check_named(self, option: str, named_columns: set[str]) -> None:
+        """Raises ValueError if an option names a column that no row has under this name."""
         if not named_columns:
             return
         row_limit = 1000 if isinstance(self.data, IterableDataset) else None
@@ -171,14 +174,16 @@ class Source:
                 return
         absent_columns = ", ".join(map(repr, named_columns - known_columns))
         listed_columns = ", ".join(sorted(known_columns))
-        problem = f"{option} names {absent_columns}, which no row has"
-        raise ValueError(f"{problem}. Its columns are: {listed_columns}")
+        raise ValueError(
+            f"{option} names {absent_columns}, but the columns of the data are: {listed_columns}"
+        )
 
     def filtered(self, filters: tuple[Filter, ...]) -> "Source":
-        """Returns the source with only its rows that meet all conditions; they keep their numbers.
+        """Returns the source with only its rows that meet all conditions. They keep their numbers.
 
         Raises:
-            ValueError: A column is in no row, or holds no number where it has to.
+            ValueError: No row has a compared column, no row meets the conditions, or a value to be
+                compared by size is not a number.
         """
         if not filters:
             return self
@@ -196,34 +201,19 @@ class Source:
         if not kept_numbers:
             raise ValueError(f"none of its {row_count:,} rows has {conditions}. Change filters.")
         counts = f"{len(kept_numbers):,} of {row_count:,} rows"
-        warn_once(f"{self.name}: {counts} have {conditions}. Others are not read.")
+        warn_once(f"{self.name}: {counts} have {conditions}. The others are not read.")
         return replace(self, data=self.data.select(kept_numbers), numbers=kept_numbers)
 
 
-def _in_arrow(data: Dataset) -> Dataset:
-    """Returns rows that are read as Arrow tables, unless they have a transform of one's own."""
-    if data.format["type"] == "custom":
-        return data
-    # Columns that one has hidden stay so.
-    all_shown = data.format["output_all_columns"]
-    columns = data.column_names if all_shown else data.format["columns"]
-    return data.with_format("arrow", columns=columns)
-
-
 def _meets(content: Any, filters: tuple[Filter, ...]) -> bool:
-    """Returns whether a row meets all conditions, or is no row: the checks report it then."""
+    """Whether a row meets all conditions. Content that is not a row does: the checks report it."""
     return not isinstance(content, dict) or all(condition.keeps(content) for condition in filters)
-
-
-def _is_restored(kind: Any) -> bool:
-    """Returns whether [`_restored`] changes values of this type of `datasets`."""
-    return getattr(kind, "dtype", None) in _SHORT_FLOATS or "ClassLabel(" in repr(kind)
 
 
 def _restored(value: Any, kind: Any) -> Any:
     """Returns a value of a type of `datasets` with the names of classes instead of their numbers.
 
-    A number of 16 or 32 bits becomes the shortest one that is stored so: 0.1 instead of
+    A float of 16 or 32 bits becomes the shortest number that has the same bits: 0.1 instead of
     0.10000000149011612.
     """
     if isinstance(kind, ClassLabel):
@@ -246,10 +236,11 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
     Args:
         source: Where its rows are, and which of them to read.
         streaming: Whether rows are read only when they are needed.
-        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+        num_proc: How many processes write the cache of `datasets`. By default one for each core.
 
     Raises:
-        ValueError: The data set does not exist or cannot be read.
+        ValueError: The data set does not exist or cannot be read, or `columns` or `filters` do not
+            fit its rows.
     """
     source.check_paths()
     path = Path(source.path)
@@ -270,7 +261,7 @@ def _opened(
     source: DataSource, hub_id: str | None, streaming: bool, num_proc: int | None
 ) -> Source:
     """Opens a data set of the Hub, or local files."""
-    data, folder = _read(source, streaming, num_proc)
+    data, folder = _read_rows(source, streaming, num_proc)
     image_folder = source.image_folder or None
     dataset = None
     if hub_id:
@@ -280,7 +271,7 @@ def _opened(
     elif not image_folder:  # the path is a format that `datasets` knows
         image_folder = source.data_dir or os.curdir
     rules = ImageRules(image_folder, hub_id)
-    opened = Source(source.path, rules, data, source.columns, dataset)
+    opened = Source(source.path, rules, data, source.columns, dataset, repeat=source.repeat)
     opened.check_columns()
     return opened.filtered(parse_filters(source.filters))
 
@@ -290,10 +281,10 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
 
     Args:
         arguments: Options of the data.
-        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+        num_proc: How many processes write the cache of `datasets`. By default one for each core.
 
     Raises:
-        ValueError: There is no held-out data.
+        ValueError: There is no held-out data, or it cannot be read.
     """
     source_name = arguments.eval_dataset_name or arguments.dataset_name
     if source_name is None:
@@ -313,13 +304,16 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
         raise ValueError(f"There is no held-out data. {error} {_REMEDY}") from error
 
 
-def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[AnyData, Path]:
-    """Returns the rows of a data set, and the folder that they are from."""
+def _read_rows(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[AnyData, Path]:
+    """Reads the rows of a data set. Returns them with the folder that they are from.
+
+    Raises errors of any kind, as `datasets` does.
+    """
     path = Path(source.path)
     if path.suffix.lower() in READERS:
         return open_files((source.path,), streaming), path.parent
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return load_saved(path, source.split), path
+        return _load_saved(path, source.split), path
     if path.is_dir() and not (source.name or source.data_dir or source.data_files):
         files = _chosen_files(path, source.split)
         if not files:
@@ -333,16 +327,17 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[An
         else:
             return open_files(tuple(files), streaming), Path(files[0]).parent
     folder = path.parent if path.is_file() else path
-    return load(source, streaming, num_proc), folder
+    return _load_with_builder(source, streaming, num_proc), folder
 
 
 def _chosen_files(folder: Path, split: str) -> list[str]:
-    """Returns the files of rows of a split in a folder; empty if `datasets` has to read it.
+    """Returns the files of rows of a split in a folder, none if `datasets` has to read it.
 
     Warns of files that are not read.
 
     Raises:
-        ValueError: The files are in several folders, or links lead out of the folder.
+        ValueError: The split has no files, the files are in several folders, or links lead out of
+            the folder.
     """
     files, unread_files = files_of_folder(folder, split)
     if unread_files:
@@ -353,25 +348,19 @@ def _chosen_files(folder: Path, split: str) -> list[str]:
     if len(folders) > 1:
         folder_names = ", ".join(map(str, folders))
         raise ValueError(f"it has {METADATA} in several folders. Name one: {folder_names}.")
-    check_within(folder, files)
+    _check_within(folder, files)
     return files
 
 
-def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
-    """Returns the rows of a local file or folder, or of a Hub data set; errors are of any kind.
-
-    Args:
-        source: Where its rows are.
-        streaming: Whether rows are read only when they are needed.
-        num_proc: How many processes write the cache of `datasets`; by default one for each core.
-    """
+def _load_with_builder(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
+    """Loads the rows of a local file or folder, or of a Hub data set, as `datasets` reads them."""
     builder = _builder(source)
     if streaming:
         return builder.as_streaming_dataset(source.split)
-    # Cards are often wrong about the number of rows; they are counted here.
     files_by_split = builder.config.data_files or {}
-    processes = num_proc or cores()
-    processes = min(processes, max(map(len, files_by_split.values()), default=1))
+    most_files = max(map(len, files_by_split.values()), default=1)
+    processes = min(num_proc or cores(), most_files)
+    # Nothing is verified, since cards are often wrong about the number of rows.
     builder.download_and_prepare(
         verification_mode="no_checks", num_proc=processes if processes > 1 else None
     )
@@ -379,51 +368,51 @@ def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
 
 
 def _builder(source: DataSource) -> datasets.DatasetBuilder:
-    """Returns what reads a data set. Tar files are read by [`Shards`]."""
+    """Returns the builder that reads a data set. [`Shards`] reads tar files."""
     path = Path(source.path)
+    options: dict[str, Any] = {
+        "path": source.path,
+        "name": source.name,
+        "data_files": source.data_files,
+    }
     if path.is_file():
         builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
-        builder = datasets.load_dataset_builder(
-            builder_name, data_dir=source.data_dir, data_files=source.path
-        )
-    else:
-        builder = datasets.load_dataset_builder(
-            source.path, source.name, data_dir=source.data_dir, data_files=source.data_files
-        )
+        options = {"path": builder_name, "data_files": source.path}
+    builder = datasets.load_dataset_builder(data_dir=source.data_dir, **options)
     if path.is_dir() and not source.data_files:
         files_by_split = builder.config.data_files or {}
         local_files = chain.from_iterable(files_by_split.values())
-        check_within(path / (source.data_dir or ""), local_files)
+        _check_within(path / (source.data_dir or ""), local_files)
     if isinstance(builder, WebDataset):
         code_version = Hasher.hash(Path(__file__).read_bytes())
         builder = Shards(data_files=builder.config.data_files, hash=code_version)
     if isinstance(builder, Parquet):
-        builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
+        builder.config.batch_size = 100  # by default a whole row group, of any size in memory
     return builder
 
 
-def load_saved(folder: Path, split: str) -> Dataset:
-    """Returns a split of a folder that `save_to_disk` wrote; errors are of any kind."""
+def _load_saved(folder: Path, split: str) -> Dataset:
+    """Loads a split of a folder that `save_to_disk` wrote. Raises errors of any kind."""
     saved_data = datasets.load_from_disk(str(folder))
     splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
-    check_within(folder, [file["filename"] for file in splits[split].cache_files])
+    _check_within(folder, [file["filename"] for file in splits[split].cache_files])
     return splits[split]
 
 
-def check_within(folder: Path, files: Iterable[str]) -> None:
+def _check_within(folder: Path, files: Iterable[str]) -> None:
     """Raises ValueError if a folder's links, card or `state.json` name files outside of it."""
     for file in files:
         if "://" in file or not is_inside(Path(file), folder.resolve()):
-            raise ValueError(f"it leads to {file}, which is not in the folder. Put the data there")
+            raise ValueError(f"it leads to {file}, outside of the folder. Put the data there")
 
 
 class Shards(WebDataset):
-    """Reads tar files in which files of one name, 7.jpg and 7.json, are a row.
+    """Reads tar files. Files of one name, such as 7.jpg and 7.json, are a row.
 
-    Unlike in its parent of `datasets`, rows may have different files, and the .json file may have
-    any columns.
+    Unlike in the parent class, rows may have different files, and the .json file may have any
+    columns.
     """
 
     DECODERS: ClassVar[dict] = {}
@@ -456,11 +445,11 @@ class Shards(WebDataset):
                 images.append({"path": f"{key}.{file_name}", "bytes": content})
             elif column == "json":
                 json_text = content.decode("utf-8-sig", "backslashreplace")
-            elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
+            elif column in COLUMNS:  # bytes that are not UTF-8 become surrogates: the row is bad
                 columns[column] = content.decode("utf-8-sig", "surrogateescape")
             else:
                 columns[cls._kind(column)] = "a file"
-        row = loaded(json_text)
+        row = row_of_json(json_text)
         if isinstance(row, dict):
             json_text = json.dumps(row | columns)
         return {"json": json_text, "images": images}
@@ -477,9 +466,16 @@ class Shards(WebDataset):
 
 
 def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, BinaryIO]]:
-    """Reads the files of a shard, which may be sparse or packed, only as far as they are used."""
+    """Yields the files of a shard with only the bytes that are used.
+
+    A file may be sparse or packed, and far larger than its shard.
+    """
     for name, file in files:
-        yield name, io.BytesIO(file.read(_bytes_to_read(name)))
+        suffix = PurePosixPath(name).suffix.lower()
+        most_bytes = 0
+        if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS:
+            most_bytes = MAX_IMAGE_BYTES + 1
+        yield name, io.BytesIO(file.read(most_bytes))
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
@@ -490,16 +486,8 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return sort_key
 
 
-def _bytes_to_read(name: str) -> int:
-    """Returns how many bytes of a file are read at most."""
-    suffix = PurePosixPath(name).suffix.lower()
-    if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS:
-        return MAX_IMAGE_BYTES + 1
-    return 0
-
-
 def _check_end(path: str) -> None:
-    """Raises ValueError if a local shard is cut off, which `tarfile` takes for its end."""
+    """Raises ValueError if a local shard is cut off. `tarfile` would take that for its end."""
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:

@@ -12,10 +12,10 @@ from datasets import IterableDataset
 from ..rows import checks as row_checks
 from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
 from ..rows.forms import looks_like
-from ..rows.images import image_problem
+from ..rows.images import Problem, image_problem
 from ..rows.once import warn_once
-from ..rows.parse import FEATURES, DroppedRow
-from .source import ParsedRow, Source
+from ..rows.parse import FEATURES, DroppedRow, ParsedRow
+from .source import Source
 
 
 _CHUNK = 64  # rows that are parsed together
@@ -29,14 +29,13 @@ def stream(rows: Callable[..., Iterator[dict]], **arguments: Any) -> IterableDat
         rows: The function. It may be called again, for another pass.
         arguments: Its arguments.
     """
-    # One generator without lists among its arguments is one shard. Several would be split between
-    # workers and processes, which would read other sources, number rows differently and end apart.
+    # A generator without lists among its arguments is one shard. Several shards would be split
+    # between workers and processes. Each would then read other sources, and end at another time.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
 
 
 def endless_rows(
     sources: tuple[Source, ...],
-    repeats: tuple[int, ...],
     checks: Checks,
     fractions: tuple[float, ...],
     seed: int,
@@ -46,9 +45,9 @@ def endless_rows(
 
     Args:
         sources: Streams of rows.
-        repeats: How often each row of a source comes in one pass, if the sources take turns.
         checks: Options of the checks.
-        fractions: Shares of the sources, by which rows are drawn. If empty, the sources take turns.
+        fractions: The probabilities of the sources when a row is drawn. If empty, the sources take
+            turns.
         seed: Decides what is drawn and how rows are shuffled.
         size: Number of rows in the buffer that shuffles them.
     """
@@ -56,7 +55,7 @@ def endless_rows(
     if fractions:
         rows = _drawn(sources, checks, fractions, seed)
     else:
-        passes = (_in_turn(sources, repeats, checks) for _ in count())
+        passes = (_in_turn(sources, checks) for _ in count())
         rows = chain.from_iterable(passes)
     generator = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
@@ -69,7 +68,7 @@ def endless_rows(
 def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[ParsedRow]:
-    """Draws rows one by one, so that a resumed run, which skips rows, continues with the same."""
+    """Draws rows one by one, so that a resumed run that skips rows continues with the same rows."""
     streams = [_passes(source, checks) for source in sources]
     generator = np.random.default_rng(seed)
     while True:
@@ -83,13 +82,12 @@ def _passes(source: Source, checks: Checks) -> Iterator[ParsedRow]:
         yield from valid_rows(source, checks)
 
 
-def _in_turn(
-    sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
-) -> Iterator[ParsedRow]:
+def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]:
     """Yields one pass: a row of each source in turn, until every source has ended."""
     unfinished_sources = []
-    for source, repeat in zip(sources, repeats, strict=True):
-        passes = [valid_rows(source, checks) for _ in range(repeat)]  # generators: nothing is read
+    for source in sources:
+        # These are generators, so nothing is read yet.
+        passes = [valid_rows(source, checks) for _ in range(source.repeat)]
         unfinished_sources.append(chain.from_iterable(passes))
     while unfinished_sources:
         for rows in tuple(unfinished_sources):
@@ -101,7 +99,7 @@ def _in_turn(
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
-    """Yields the rows of a source that pass all checks, in parsed form; records the others.
+    """Yields the rows of a source that pass all checks, in parsed form. Records the other rows.
 
     Raises:
         ValueError: Too many rows are bad, or no row is left.
@@ -160,7 +158,9 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
     number = 0
     for number, row in enumerate(_parsed(source, checks, first), 1):
         dropped = checks.too_long(row)
-        problem = _problem(row, source, open_images=first is not None)
+        problem: Problem | None = (row["file"], row["reason"])
+        if row["reason"] is None:
+            problem = image_problem(row["images"], source.rules, decode=first is not None)
         if problem:
             dropped = DroppedRow(row["source"], row["row"], *problem)
             # If all may be bad, a list of them would grow for ever.
@@ -172,7 +172,7 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    # The first rows are a sample, in which more rows may be bad by chance than in the whole.
+    # The first rows are a sample. By chance it may have a larger share of bad rows than the whole.
     deviations = -3 if number == first else 0
     row_checks.check_share(source, bad_rows, number, allowed_share, deviations)
 
@@ -185,10 +185,3 @@ def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[Parse
         if not parsed_rows:
             return
         yield from parsed_rows
-
-
-def _problem(row: ParsedRow, source: Source, open_images: bool) -> tuple[str | None, str] | None:
-    """Returns the file and the reason for which a row cannot be trained on, or None."""
-    if row["reason"]:
-        return row["file"], row["reason"]
-    return image_problem(row["images"], source.rules, decode=open_images)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets in memory: a cached table has facts of each row, which is parsed when it is read."""
+"""Data sets in memory: a cached table has facts of each row. A row is parsed when it is read."""
 
 import gc
 import os
-from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import datasets
 import numpy as np
@@ -23,10 +24,11 @@ from ...assembly import chat_template
 from ..rows import checks as row_checks
 from ..rows.checks import MANY_ROWS, Checks, SourceReport, tokens_per_image
 from ..rows.forms import image_name
+from ..rows.images import Problem
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from . import source as source_module
 from .arguments import cores
-from .source import CHUNK, ParsedRow, Source
+from .source import CHUNK, Source
 
 
 _TEXT = Value("string")
@@ -51,8 +53,6 @@ TABLE_COLUMNS = Features(
 row that has a `reason` not to be trained on; the names of the others would be a third of the table.
 """
 
-Problem: TypeAlias = tuple[str | None, str]  # file and reason
-
 _ROWS = Path(__file__).parents[1] / "rows"
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
 
@@ -68,27 +68,18 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        parts = table["part"]
-        indices = table["index"]
-        positions_by_part = defaultdict[int, list[int]](list)
-        for position, part in enumerate(parts):
-            positions_by_part[part].append(position)
-        rows: list[ParsedRow] = [{}] * len(parts)
-        for part, positions in positions_by_part.items():
-            row_numbers = [indices[position] for position in positions]
-            for position, row in zip(positions, self._parsed_rows(part, row_numbers), strict=True):
-                rows[position] = row
+        """Reads and parses rows. Raises ValueError if one cannot be parsed any more."""
+        rows = []
+        places = zip(table["part"], table["index"], strict=True)
+        for part, places_in_source in groupby(places, key=itemgetter(0)):
+            source = self.sources[part]
+            indices = [index for _, index in places_in_source]
+            for stored_row in source.rows_at(indices):
+                rows.append(parse_row(stored_row.content, source.rules))
         columns = {"row": table["row"]}
         for column in ("images", "messages", "learned"):
             columns[column] = [row[column] for row in rows]
         return columns
-
-    def _parsed_rows(self, part: int, row_numbers: Sequence[int]) -> Iterator[ParsedRow]:
-        source = self.sources[part]
-        if len(row_numbers) == 1:  # as in training; a slice is faster than a list
-            row_numbers = range(row_numbers[0], row_numbers[0] + 1)
-        for stored_row in source.rows_at(row_numbers):
-            yield parse_row(stored_row.content, source.rules)
 
 
 @dataclass(frozen=True)
@@ -109,15 +100,17 @@ def valid_table(reader: RowReader, part: int, checks: Checks, split: str) -> Che
 
     Args:
         reader: Reads rows of all sources.
-        part: The number of the source among those of the reader.
+        part: The number of the source in the reader.
         checks: Options of the checks.
         split: What the rows are used for, "train" or "eval".
 
     Raises:
-        ValueError: The source has no rows, too many are bad, or most show images that are not read.
+        ValueError: The source has no rows, too many are bad, none is left, or most show images that
+            are not read.
     """
     source = reader.sources[part]
-    checked = only_valid(all_rows(source, part, checks), reader, source, checks, split)
+    checked = check_rows(all_rows(source, part, checks), reader, source, checks, split)
+    require_valid_rows(checked, source, checks)
     report = checked.report
     row_checks.warn_of_captions(source.name, report.forms)
     image_count = report.images or 0
@@ -139,33 +132,18 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
     return table.with_transform(reader, columns=needed, output_all_columns=True)
 
 
-def only_valid(
-    table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
-) -> CheckedTable:
-    """Checks a table as [`check_rows`] does, and raises an error if too few rows are valid.
-
-    Args:
-        table: All rows of the source, from [`all_rows`].
-        reader: Reads the rows.
-        source: What the rows are from.
-        checks: Options of the checks.
-        split: What the rows are used for, "train" or "eval".
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or no row is left.
-    """
-    checked = check_rows(table, reader, source, checks, split)
+def require_valid_rows(checked: CheckedTable, source: Source, checks: Checks) -> None:
+    """Raises ValueError if more rows are bad than `bad_rows` allows, or if no row is left."""
     report = checked.report
+    row_count = len(checked.table) + len(report.dropped)
     bad_rows = [row for row in report.dropped if row.tokens is None]
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    row_checks.check_share(source, bad_rows, len(table), allowed_share)
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, row_count)
+    row_checks.check_share(source, bad_rows, row_count, allowed_share)
     if not len(checked.table):
         long_rows = f"{report.too_long} longer than max_length {checks.max_length}"
-        counts = f"{len(table)} rows, {len(bad_rows)} bad, {long_rows}"
+        counts = f"{row_count} rows, {report.bad} bad, {long_rows}"
         message = f"{source.name}: no row is left. {counts}."
         raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
-    skippable = max(0, int(allowed_share * len(table)) - len(bad_rows))
-    return CheckedTable(checked.table, replace(report, skippable=skippable))
 
 
 def check_rows(
@@ -174,8 +152,9 @@ def check_rows(
     """Returns the valid rows of a table, perhaps none, and the report of all its rows.
 
     All images are opened if no bad row is allowed, `check_images` is set, the rows are held out, or
-    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are opened. If so many of
-    these are bad that all rows may have more than the allowed share, the others are opened too.
+    there are at most `MANY_ROWS` rows with images. Otherwise `MANY_ROWS` rows are drawn at random,
+    and their images are opened. If so many of them are bad that the whole table may have more than
+    the allowed share, the other images are opened too.
 
     Args:
         table: All rows of the source, from [`all_rows`].
@@ -193,6 +172,10 @@ def check_rows(
     valid_rows = table
     if bad_rows or long_rows:
         valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    rows_by_file = _counts(table, "source")
+    if len(rows_by_file) == 1:
+        rows_by_file = {}
     report = SourceReport(
         source.name,
         split,
@@ -205,12 +188,10 @@ def check_rows(
         unread=_counts(valid_rows, "unread"),
         left_out=_counts(valid_rows, "left_out"),
         changed=_counts(valid_rows, "changed"),
+        files=rows_by_file,
+        skippable=max(0, int(allowed_share * len(table)) - len(bad_rows)),
+        **measure(valid_rows),
     )
-    rows_by_file = _counts(table, "source")
-    if len(rows_by_file) > 1:
-        report = replace(report, files=rows_by_file)
-    if len(valid_rows):
-        report = replace(report, **measure(valid_rows))
     return CheckedTable(valid_rows, report)
 
 
@@ -230,10 +211,10 @@ def _image_problems(
     generator = np.random.default_rng(0)
     sampled_numbers = np.sort(generator.choice(row_numbers, MANY_ROWS, replace=False))
     problems = _problems_of_opened(sampled_numbers, table, reader, source)
-    unopened_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
-    if row_checks.too_many(len(problems), len(sampled_numbers), allowed_share, deviations=3):
-        return problems | _problems_of_opened(unopened_numbers, table, reader, source)
-    return problems | _problems_of_unopened(unopened_numbers, table, source)
+    if row_checks.too_many(len(problems), MANY_ROWS, allowed_share, deviations=3):
+        other_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
+        return problems | _problems_of_opened(other_numbers, table, reader, source)
+    return row_checks.unopened_image_problems(table["paths"], source.rules) | problems
 
 
 def _problems_of_opened(
@@ -241,31 +222,8 @@ def _problems_of_opened(
 ) -> dict[int, Problem]:
     """Opens the images of the rows of these numbers."""
     opened_rows = rows_on_access(table.select(row_numbers), reader)
-
-    def images_of(positions: range) -> list[list[dict]]:
-        return opened_rows[positions.start : positions.stop]["images"]
-
-    problems = row_checks.image_problems(images_of, len(row_numbers), source.name, source.rules)
+    problems = row_checks.image_problems(opened_rows, source.name, source.rules)
     return {int(row_numbers[position]): problem for position, problem in problems.items()}
-
-
-def _problems_of_unopened(
-    row_numbers: np.ndarray, table: Dataset, source: Source
-) -> dict[int, Problem]:
-    """Looks for the image files of the rows of these numbers, without opening them."""
-    is_wanted = np.zeros(len(table), bool)
-    is_wanted[row_numbers] = True
-    stored_paths = table.with_format("arrow").select_columns("paths")
-
-    def paths_of(rows: range) -> list[list[str]]:
-        # Whole slices, since `datasets` gathers single rows slowly.
-        paths = stored_paths[rows.start : rows.stop]["paths"].to_pylist()
-        for position, wanted in enumerate(is_wanted[rows.start : rows.stop].tolist()):
-            if not wanted:
-                paths[position] = []
-        return paths
-
-    return row_checks.unopened_image_problems(paths_of, len(table), source.rules)
 
 
 def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, DroppedRow]:
@@ -274,8 +232,10 @@ def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, Dropped
     bad_rows = {}
     for number in sorted({*refused_numbers, *problems}):
         row = table[number]
-        file, reason = problems.get(number, (row["file"], row["reason"]))
-        bad_rows[number] = DroppedRow(row["source"], row["row"], file, reason)
+        problem = (row["file"], row["reason"])
+        if row["reason"] is None:
+            problem = problems[number]
+        bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
     return bad_rows
 
 
@@ -300,8 +260,10 @@ def _long_rows(
 def measure(rows: Dataset) -> dict[str, Any]:
     """Returns the numbers of rows, images and tokens of a table, or of parsed rows in memory.
 
-    The keys are fields of [`SourceReport`]. There must be at least one row.
+    The keys are fields of [`SourceReport`]. Without rows there are none.
     """
+    if not len(rows):
+        return {}
     lengths = _column(rows, "length").to_numpy()
     image_counts = _column(rows, "image_count").to_numpy()
     return {
@@ -325,6 +287,7 @@ def _counts(table: Dataset, name: str) -> dict[str, int]:
 
 
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
+    """Reads a column of a table in Arrow's form."""
     column = table.with_format("arrow").select_columns(name)
     return column[:][name]
 
@@ -337,11 +300,12 @@ def _is_refused(table: Dataset) -> np.ndarray:
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     """Returns the table of all rows of a source, from the cache of `datasets`.
 
-    The first of several processes checks the rows, in `checks.processes` of its own; others wait.
+    If several processes call it, the first one parses the rows, in `checks.processes` processes of
+    its own. The others wait.
 
     Args:
         source: A source in memory.
-        part: The number of the source among those of its reader.
+        part: The number of the source in its reader.
         checks: Options of the checks.
 
     Raises:
@@ -410,7 +374,8 @@ def _no_collections() -> Iterator[None]:
 def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     """Parses a chunk of rows, and returns the columns of the table for them."""
     (start,) = chunk["start"]
-    rows = row_checks.parse_rows(data.rows(start, CHUNK), data.rules, processor)
+    row_numbers = range(len(data.data))[start : start + CHUNK]
+    rows = row_checks.parse_rows(data.rows_at(row_numbers), data.rules, processor)
     for index, row in enumerate(rows, start):
         row["index"] = index
         if row["reason"] is None:

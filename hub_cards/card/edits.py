@@ -6,7 +6,7 @@ from typing import Any
 
 from ...checkpoint.files import CARD
 from .facts import Facts, Part
-from .metadata import SECTIONS, added, by_hand, is_ours, metadata, terms
+from .metadata import SECTIONS, added_metadata, by_hand, is_ours, metadata, terms
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class AuthorEdits:
     Attributes:
         sections: The text of each of `SECTIONS`, empty if there is none.
         metadata: The fields that were added to the front matter.
-        unused: The sections whose text in the folder gives way to another one on the Hub.
+        unused: The sections whose text in the folder is not used, since the Hub has another one.
     """
 
     sections: dict[str, str]
@@ -25,7 +25,16 @@ class AuthorEdits:
 
 
 def author_edits(folder_card: str | None, hub_card: str | None, repo_id: str | None) -> AuthorEdits:
-    """Returns the edits in the cards of the folder and the Hub. The Hub's take precedence."""
+    """Returns the edits in the cards of the folder and the Hub. The Hub's take precedence.
+
+    Args:
+        folder_card: The text of the folder's card, or None if there is none.
+        hub_card: The text of the Hub's card, or None if there is none.
+        repo_id: The repository, for errors.
+
+    Raises:
+        ValueError: A section or the front matter of a card is not valid.
+    """
     folder_sections, folder_metadata = _edits_in(folder_card, CARD)
     hub_sections, hub_metadata = _edits_in(hub_card, f"{CARD} of {repo_id} on the Hub")
     unused = []
@@ -44,7 +53,7 @@ def _edits_in(card: str | None, where: str) -> tuple[dict[str, str], dict[str, A
     if not card or not is_ours(card):
         return {}, {}
     sections = {name: text for name, text in by_hand(card, where).items() if text.strip()}
-    return sections, added(card)
+    return sections, added_metadata(card)
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,11 @@ class FrontMatter:
     """The front matter of a card.
 
     Attributes:
-        content: All fields, in the order in which they are written.
-        derived: The fields that follow from the folder, and are not kept when that changes.
+        content: All fields, in their order in the card.
+        derived: The names of the fields that follow from the folder. They change when it does.
         licence: A sentence about the licence of the whole.
         licence_warning: What the author should do about the licence, if none follows.
-        without_hub_id: The parts for which the author should state a Hub id.
+        without_hub_id: The parts whose Hub id the author should state.
     """
 
     content: dict[str, Any]

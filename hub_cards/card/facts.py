@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a checkpoint folder: the only source of its card."""
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,16 @@ import torch
 
 from ...checkpoint.files import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD, is_hub_id
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...diagnose.report import REPORT
 from ...evaluation.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..reading import DIAGNOSTICS, notices, public_report, read_config, read_json, read_norm
+from ..reading import (
+    DIAGNOSTICS,
+    notices,
+    read_config,
+    read_json,
+    read_norm,
+    read_public_report,
+)
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
@@ -45,14 +50,18 @@ class Part:
 
     @property
     def terms(self) -> str | None:
-        """The name of its licence; None if that is not recorded."""
+        """The name of its licence, or None if it is not recorded."""
         return self.licence.get("license_name") or self.licence.get("license")
 
 
 class Facts:
     """What a card is rendered from: the records of a checkpoint or adapter.
 
-    A record that does not exist is None or empty.
+    A record that does not exist is None or empty. The constructor reads the folder, and raises
+    ValueError if a record in it is not valid.
+
+    Args:
+        checkpoint: The folder.
 
     Attributes:
         name: The folder's name.
@@ -82,15 +91,8 @@ class Facts:
         self.stages = _stages(checkpoint)
         self.parts = _parts(self.build)
         self.data = _training_data(self.stages)
-        self.gain: dict[str, float | None] = {}
-        self.moved: bool | None = None
-        norm = _norm_tensors(checkpoint)
-        if "weight" in norm:
-            start = _gain_at_start(self.config)
-            self.gain = _mean_magnitudes(norm, start)
-            if start is not None:
-                self.moved = _has_moved(norm, start)
-        self.diagnosis = _diagnosis(checkpoint)
+        self.gain, self.moved = _read_gain(checkpoint, self.config)
+        self.diagnosis = read_public_report(checkpoint)
         self.figures = []
         for figure in self.diagnosis.get("figures", ()):
             figure_file = checkpoint / DIAGNOSTICS / figure["file"]
@@ -100,7 +102,7 @@ class Facts:
         self.outdated = _outdated(checkpoint, self.evaluations)
 
     def setting(self, name: str) -> Any:
-        """Returns a field of the configuration; for an adapter, the value of its training."""
+        """Returns a field of the configuration. For an adapter, it is the value in its training."""
         if self.config is not None:
             return getattr(self.config, name)
         if not self.stages:
@@ -110,7 +112,7 @@ class Facts:
 
     @property
     def started_from(self) -> str | None:
-        """Hub id of the checkpoint that the last stage started from; None for a folder."""
+        """Hub id of the checkpoint that the last stage started from. None if it was a folder."""
         if not self.stages:
             return None
         return _hub_id(self.stages[-1]["options"].get("model_name_or_path"))
@@ -130,40 +132,29 @@ class Facts:
         return not math.isclose(gain, diagnosed_gain, rel_tol=0.01)
 
 
-def _norm_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns the gain of the norm as "weight" and its bias as "bias", in float64."""
+def _read_gain(
+    checkpoint: Path, config: NormAlignLlavaConfig | None
+) -> tuple[dict[str, float | None], bool | None]:
+    """Reads the norm, and returns [`Facts`]' `gain` and `moved`."""
     norm = {}
     for tensor_name, tensor in read_norm(checkpoint).items():
-        norm[tensor_name.split(".")[-1]] = tensor.double()
-    return norm
-
-
-def _gain_at_start(config: NormAlignLlavaConfig | None) -> float | None:
-    """Returns every element of the gain of a newly built model, if that is known."""
-    if config is None:
-        return None
-    if config.projector_gain_init == "one":
-        return 1.0
-    if config.text_embedding_norm is None:
-        return None
-    return initial_gain(config, config.text_embedding_norm)
-
-
-def _mean_magnitudes(norm: dict[str, torch.Tensor], start: float | None) -> dict[str, float | None]:
-    """Returns the mean magnitudes of gain and bias beside the gain's start, as in `report.json`."""
-    magnitudes = {"start": start, "mean_abs": norm["weight"].abs().mean().item()}
-    magnitudes["bias_mean_abs"] = None
-    if "bias" in norm:
-        magnitudes["bias_mean_abs"] = norm["bias"].abs().mean().item()
-    return magnitudes
-
-
-def _has_moved(norm: dict[str, torch.Tensor], start: float) -> bool:
-    """Returns whether a gain differs from its start, or a bias from 0."""
+        norm[tensor_name.rpartition(".")[2]] = tensor.double()
+    if "weight" not in norm:
+        return {}, None
     gain = norm["weight"]
-    if "bias" in norm and norm["bias"].any():
-        return True
-    return not torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
+    bias_magnitude = None
+    if "bias" in norm:
+        bias_magnitude = norm["bias"].abs().mean().item()
+    magnitudes = {"mean_abs": gain.abs().mean().item(), "bias_mean_abs": bias_magnitude}
+    start = None
+    if config is not None and config.projector_gain_init == "one":
+        start = 1.0
+    elif config is not None and config.text_embedding_norm is not None:
+        start = initial_gain(config, config.text_embedding_norm)
+    if start is None:
+        return {"start": None, **magnitudes}, None
+    is_at_start = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
+    return {"start": start, **magnitudes}, bool(bias_magnitude) or not is_at_start
 
 
 def _stages(checkpoint: Path) -> list[dict[str, Any]]:
@@ -200,34 +191,21 @@ def _training_data(stages: list[dict[str, Any]]) -> list[Part]:
     part_by_name = {}
     for stage in stages:
         for source in stage.get("data", ()):
-            if source.get("split") == "train":
-                data_set = _data_set(source)
-                part_by_name[data_set.name] = data_set
+            if source.get("split") != "train":
+                continue
+            dataset = source.get("dataset") or {}
+            dataset_id = dataset.get("id")
+            name = dataset_id or source["source"]
+            licence = dataset.get("license")
+            part_by_name[name] = Part(
+                role="data",
+                name=name,
+                hub_id=_hub_id(dataset_id),
+                revision=dataset.get("revision"),
+                licence={"license": licence} if licence else {},
+                languages=tuple(dataset.get("language") or ()),
+            )
     return list(part_by_name.values())
-
-
-def _data_set(source: dict[str, Any]) -> Part:
-    dataset = source.get("dataset") or {}
-    dataset_id = dataset.get("id")
-    licence = {}
-    if dataset.get("license"):
-        licence["license"] = dataset["license"]
-    return Part(
-        role="data",
-        name=dataset_id or source["source"],
-        hub_id=_hub_id(dataset_id),
-        revision=dataset.get("revision"),
-        licence=licence,
-        languages=tuple(dataset.get("language") or ()),
-    )
-
-
-def _diagnosis(checkpoint: Path) -> dict[str, Any]:
-    report_file = checkpoint / DIAGNOSTICS / REPORT
-    if not report_file.is_file():
-        return {}
-    report, _ = public_report(report_file.read_text("utf-8"))
-    return json.loads(report)
 
 
 def _outdated(checkpoint: Path, evaluations: list[Evaluation]) -> list[str]:

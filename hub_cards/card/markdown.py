@@ -47,7 +47,7 @@ def part_link(part: Part) -> Markup:
 
 
 def table(titles: Iterable[Any], table_rows: Iterable[Sequence[Any]]) -> Markup:
-    """Returns a table of the rows in which a cell after the first is known; empty if there is none.
+    """Returns a table of the rows that have a known cell after the first. Empty without such rows.
 
     A cell that is None or "" is not known, and a dash stands for it. Numbers are aligned right.
     """

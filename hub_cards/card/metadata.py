@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
-from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ...checkpoint.files import CARD
-from ...checkpoint.untrusted import loading
+from ...checkpoint.untrusted import refuse_unreadable
 from .facts import LLAVA, Facts, Part
 
 
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
-"""The most demanding last: parts under several of them may be distributed under that one."""
+"""The most demanding one is last. Parts under several of them may be distributed under it."""
 SECTIONS = ("introduction", "notes")  # parts of a card that people write
 
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
@@ -50,7 +49,7 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     licence_list = ", ".join(f"{part.name} ({part.terms})" for part in parts)
     warning = (
         f"The metadata has `license: other`: the licences of the parts differ, {licence_list}. "
-        f"If one is that of the whole, write it {keep}"
+        f"If one of them covers the whole, write it {keep}"
     )
     sentence = "No licence covers all parts: the conditions of all apply."
     return {"license": "other"}, sentence, warning
@@ -64,6 +63,9 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str
         base: The base of an adapter.
         licence: The licence's fields, from [`terms`].
         name: The name of the model, for its scores.
+
+    Returns:
+        The arguments of `ModelCardData`. It writes scores as `model-index`.
     """
     base_models, base_relation = _base_models(facts, base)
     scores = eval_results(facts)
@@ -76,7 +78,8 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str
         "base_model_relation": base_relation if base_models else None,
         "datasets": _hub_ids(facts.data),
         "tags": TAGS,
-        "model-index": eval_results_to_model_index(name, scores) if scores else None,
+        "model_name": name if scores else None,
+        "eval_results": scores,
     }
     return {field: value for field, value in content.items() if value}
 
@@ -134,8 +137,8 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     return results
 
 
-def card_in(folder: Path) -> str | None:
-    """Returns `README.md` of a folder, with its line ends, or None if there is none.
+def read_card(folder: Path) -> str | None:
+    """Reads `README.md` of a folder, with its line ends. Returns None if there is none.
 
     Raises:
         ValueError: It is not UTF-8.
@@ -143,7 +146,7 @@ def card_in(folder: Path) -> str | None:
     file = folder / CARD
     if not file.is_file():
         return None
-    with loading(str(file), remedy="Save it as UTF-8."):
+    with refuse_unreadable(str(file), remedy="Save it as UTF-8."):
         return file.read_bytes().decode("utf-8-sig")
 
 
@@ -152,15 +155,19 @@ def is_ours(card: str) -> bool:
     return _OURS.search(card) is not None
 
 
-def added(card: str) -> dict[str, Any]:
+def added_metadata(card: str) -> dict[str, Any]:
     """Returns the fields of a card's front matter that this package did not derive."""
     derived: list[str] = []
     mark = _OURS.search(card)
     if mark:
         derived = mark[1].split(", ")
-    with loading("The front matter of README.md", remedy="Fix it."):
-        content = ModelCard(card).data.to_dict()
-    return {field: value for field, value in content.items() if field not in derived}
+    with refuse_unreadable("The front matter of README.md", remedy="Fix it."):
+        content = vars(ModelCard(card).data)
+    added_fields = {}
+    for field, value in content.items():
+        if value is not None and field not in derived:
+            added_fields[field] = value
+    return added_fields
 
 
 def by_hand(card: str, where: str = CARD) -> dict[str, str]:
@@ -187,7 +194,7 @@ def check_replaceable(card: str | None, where: str) -> None:
     """Raises ValueError if a card has text by others. One with only metadata may be replaced.
 
     Args:
-        card: The text of `README.md`; None if there is none.
+        card: The text of `README.md`, or None if there is none.
         where: The folder or repository, for the message.
     """
     if not card or is_ours(card):

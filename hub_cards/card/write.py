@@ -8,13 +8,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, only_writer
-from ...checkpoint.untrusted import loading
+from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, lock_folder
+from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import paper_ratios
 from .edits import FrontMatter, author_edits, front_matter
 from .facts import Facts, Part
 from .markdown import escape, link, part_link
-from .metadata import card_in, check_replaceable, is_ours
+from .metadata import check_replaceable, is_ours, read_card
 from .tables import alignment_table, results_table, training_table
 
 
@@ -38,18 +38,20 @@ def render_card(
 
     Args:
         checkpoint: The folder.
-        repo_id: Where the card's code loads the model from; by default the current folder.
+        repo_id: Where the card's code loads the model from. By default it is the current folder.
         revision: The branch or commit of `repo_id` that it loads.
         hub_card: The card on the Hub. Its edits take precedence over the folder's.
-        base: An adapter's base; by default what its training started from, if that is on the Hub.
+        base: An adapter's base. By default it is what its training started from, if the Hub has it.
 
     Raises:
         ValueError: A record in the folder, or the author's part of a card, is not valid.
     """
     remedy = "Fix or remove training.json, build.json, or what is in diagnostics/ and evaluation/."
-    with loading(f"What {checkpoint} records of itself", remedy=remedy):  # fields of any type
+    with refuse_unreadable(
+        f"What {checkpoint} records of itself", remedy=remedy
+    ):  # fields of any type
         facts = Facts(checkpoint)
-        edits = author_edits(card_in(checkpoint), hub_card, repo_id)
+        edits = author_edits(read_card(checkpoint), hub_card, repo_id)
         if base is None:
             base = _recorded_base(facts)
         parts = _licensed_parts(facts, base)
@@ -133,8 +135,8 @@ def _warnings(facts: Facts, base: Part | None, matter: FrontMatter, unused: list
         )
     if facts.stale:
         warnings.append(
-            f"diagnostics/report.json is of other weights than {facts.name} has, and the card "
-            "shows its figures. Diagnose again, or remove diagnostics/."
+            f"diagnostics/report.json was made with other weights than {facts.name} has, and the "
+            "card shows its figures. Diagnose again, or remove diagnostics/."
         )
     if facts.adapter and base is None:
         warnings.append("The adapter's base is not on the Hub, so no code loads it.")
@@ -142,16 +144,24 @@ def _warnings(facts: Facts, base: Part | None, matter: FrontMatter, unused: list
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
-    """Writes `README.md` into a checkpoint folder; with `replace`, over one that others wrote too.
+    """Writes `README.md` into a checkpoint folder.
 
-    If it raises ValueError or OSError, the earlier one remains.
+    Args:
+        checkpoint: The folder of a checkpoint or adapter.
+        repo_id: Where the card's code loads the model from. By default it is the current folder.
+        replace: Also replace a card that others wrote.
+
+    Raises:
+        ValueError: The folder or a record in it is not valid, or others wrote its card. The earlier
+            card remains.
+        OSError: The card cannot be written. The earlier card remains.
     """
     check_folder(checkpoint)
     if repo_id is not None:
         check_repo_id(repo_id)
-    with only_writer(checkpoint):
+    with lock_folder(checkpoint):
         if not replace:
-            check_replaceable(card_in(checkpoint), str(checkpoint))
+            check_replaceable(read_card(checkpoint), str(checkpoint))
         card = render_card(checkpoint, repo_id=repo_id)
         with atomic_write(checkpoint / CARD) as file:
             file.write_bytes(card.text.encode())
@@ -159,6 +169,9 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
 
 
 def refresh_card(checkpoint: Path) -> None:
-    """Renders a card of ours again: a merged checkpoint still has the adapter's or the base's."""
-    if is_ours(card_in(checkpoint) or ""):
+    """Writes a card of ours again, since a merged checkpoint still has the adapter's or the base's.
+
+    Raises ValueError if a record in the folder is not valid.
+    """
+    if is_ours(read_card(checkpoint) or ""):
         write_card(checkpoint)

@@ -30,7 +30,8 @@ def check_checkpoint(folder: Path) -> None:
     """Raises ValueError if the model would not be served as it was trained.
 
     It refuses foreign code, padding on the right, embeddings that are tied in only one of the two
-    configurations, and a norm that is not finite or not float32.
+    configurations, and a norm that is not finite or not float32. It also raises ValueError if
+    a file of the checkpoint is broken or not safe to read.
     """
     faults = []
     config_json, config = read_config(folder)
@@ -79,9 +80,7 @@ def check_private(source: PublishSource, token: str) -> None:
             with safe_open(content, "pt") as tensors:
                 text = json.dumps(tensors.metadata())
         elif content.startswith(_PICKLED):
-            faults.append(
-                f"{repo_path}: a pickle, which runs code when read. Save it as safetensors."
-            )
+            faults.append(f"{repo_path}: a pickle. It runs code when read. Save it as safetensors.")
             continue
         else:
             text = content.decode("utf-8", "replace")
@@ -114,7 +113,7 @@ def _local_paths(checkpoint: Path) -> set[str]:
 
 
 def recorded_base(adapter: Path) -> Part | None:
-    """Returns the base that an adapter names; None for none, or for a folder of this machine."""
+    """Reads the base that an adapter names. Returns None for none, or a folder of this machine."""
     adapter_config = read_json(adapter / ADAPTER_CONFIG)
     base_name = adapter_config.get("base_model_name_or_path")
     if not base_name or Path(base_name).exists():
@@ -122,12 +121,12 @@ def recorded_base(adapter: Path) -> Part | None:
     return Part("base model", base_name, base_name, adapter_config.get("revision") or "main")
 
 
-def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
-    """Returns the base that an adapter is published with.
+def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
+    """Returns the base that an adapter is published with, and refuses one that cannot be loaded.
 
     Args:
         adapter: Folder of the adapter.
-        base: Hub id of its base; by default the one that the adapter names.
+        base: Hub id of its base. By default it is the one that the adapter names.
         ask_hub: Pin the base to its commit, and check that it is as it was in training.
 
     Raises:

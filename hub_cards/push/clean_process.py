@@ -39,7 +39,7 @@ def ask_clean_process(
         The [`first_logits`] of the model.
 
     Raises:
-        ValueError: The checkpoint does not load; with the output of the process.
+        ValueError: The checkpoint does not load. The message has the output of the process.
     """
     source_name = str(source) if revision else str(Path(source).resolve())
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
@@ -65,10 +65,11 @@ def ask_clean_process(
 
 def _environment(token: str | None, is_offline: bool) -> dict[str, str]:
     """Returns this process's environment variables, with other settings of the Hub's client."""
-    environment = {}
-    for variable, value in os.environ.items():
-        if not _HUB_SETTINGS.match(variable):
-            environment[variable] = value
+    environment = {
+        variable: value
+        for variable, value in os.environ.items()
+        if not _HUB_SETTINGS.match(variable)
+    }
     environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if token:
         environment["HF_TOKEN"] = token

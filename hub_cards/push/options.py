@@ -3,30 +3,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
-
-
-class PublishKeywords(TypedDict, total=False):
-    """The keyword arguments that [`publish`] accepts. Its docstring explains them."""
-
-    private: bool | None
-    revision: str
-    create_pr: bool
-    space: bool
-    as_adapter: bool
-    base: str | None
-    base_quantization: str | None
-    dry_run: bool
-    check_loading: bool
-    replace_card: bool
-    replace_files: bool
-    token: str | None
-    notify: Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """The keyword arguments of one call of [`publish`], with the defaults of those not given."""
+    """The keyword arguments of [`publish`], and their defaults. Its docstring explains them."""
 
     private: bool | None = None
     revision: str = "main"

@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ...evaluation.results import EVALUATION
 from ..card.facts import Part
-from ..card.metadata import card_in, check_replaceable
+from ..card.metadata import check_replaceable, read_card
 from ..card.write import render_card
-from ..demo import find_space, push_space
+from ..demo import push_space, require_own_space
 from ..reading import DIAGNOSTICS, read_json
-from .checks import check_checkpoint, check_private, pinned_base
+from .checks import check_checkpoint, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
-from .options import PublishKeywords, PublishOptions
+from .options import PublishOptions
 from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files
@@ -34,7 +34,7 @@ class Publication:
     Attributes:
         source: The files, and what stays in the folder.
         repository: The branch as it was before.
-        commit: The commit that holds the files: a new one, or the head if nothing had to change;
+        commit: The commit that holds the files. It is new, or the head if nothing had to change.
             None for a dry run.
         space: The page of the Space, if one was published.
         removed: The paths that the commit removed.
@@ -47,21 +47,19 @@ class Publication:
     removed: list[str] = field(default_factory=list)
 
 
-def publish(
-    checkpoint: str | os.PathLike, repo_id: str, **keywords: Unpack[PublishKeywords]
-) -> Publication:
+def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that in a clean process.
 
-    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. The same
+    It may be repeated at any time, also after a failure. Only what the Hub lacks is sent. The same
     commit writes `publication.json`, a record of its files. It also removes the files that an
     earlier record names, if nobody has changed them since and this publication lacks them. Files
-    of others stay; publishing is refused if they would be overwritten, or read beside the model.
+    of others stay. Publishing is refused if they would be overwritten, or read beside the model.
 
     Args:
         checkpoint: Folder of a checkpoint or adapter. An adapter is merged into its base first.
         repo_id: `"namespace/name"`. The repository is created if it does not exist.
-        private: For a new repository; None (the default) leaves it to the namespace's default.
-        revision: Branch, by default `"main"`; created if it does not exist.
+        private: Whether a new repository is private. By default the namespace decides.
+        revision: Branch, by default `"main"`. It is created if it does not exist.
         create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base, on the Hub, pinned to a commit.
@@ -74,14 +72,14 @@ def publish(
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         replace_files: Overwrite files of others on the Hub, and remove those that would be read
             beside the model. Without it, the error lists them.
-        token: Access token; by default from `hf auth login` or HF_TOKEN.
-        notify: Receives messages about the progress; by default `print`.
+        token: Access token, by default from `hf auth login` or HF_TOKEN.
+        notify: Receives messages about the progress, by default `print`.
 
     Returns:
         What was sent, and the commit.
 
     Raises:
-        ValueError: Checkpoint, token, repository or an option is not valid; nothing was committed.
+        ValueError: Checkpoint, token, repository or an option is not valid. Nothing was committed.
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the
             commit loads differently from the folder. It says what was sent, and never the token.
     """
@@ -96,14 +94,16 @@ def publish(
     repository = _open_repository(repo_id, merges, options)
     space = None
     if options.space and not options.dry_run:
-        space = find_space(repository.api, repo_id, options.replace_files)
+        space = require_own_space(repository.api, repo_id, options.replace_files)
     if not options.replace_card:
-        check_replaceable(card_in(checkpoint), str(checkpoint))
+        check_replaceable(read_card(checkpoint), str(checkpoint))
         check_replaceable(repository.card, repo_id)
+    access: dict[str, Any] = {"token": repository.api.token or None}
     base = None
     if options.as_adapter:
-        base = pinned_base(checkpoint, options.base, ask_hub=not options.dry_run)
-    access = _access(repository, base)
+        base = require_pinned_base(checkpoint, options.base, ask_hub=not options.dry_run)
+        access["base"] = base.hub_id
+        access["base_revision"] = base.revision
     with _model_folder(checkpoint, merges, options) as folder:
         source = _checked_source(folder, repository, base, options)
         if options.dry_run:
@@ -115,7 +115,7 @@ def publish(
         if options.check_loading:
             options.notify("Loading it in a clean process.")
             folder_logits = ask_clean_process(folder, **access)
-        options.notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
+        options.notify(f"Sending what {repo_id} lacks of {len(source.files)} files.")
         new_commit = push(
             repository, added, removed_paths, private=options.private, create_pr=options.create_pr
         )
@@ -160,15 +160,6 @@ def _open_repository(repo_id: str, merges: bool, options: PublishOptions) -> Rep
     return repository
 
 
-def _access(repository: Repository, base: Part | None) -> dict[str, Any]:
-    """Returns the arguments of [`ask_clean_process`] that the folder and the commit share."""
-    access: dict[str, Any] = {"token": repository.api.token or None}
-    if base is not None:
-        access["base"] = base.hub_id
-        access["base_revision"] = base.revision
-    return access
-
-
 @contextmanager
 def _model_folder(checkpoint: Path, merges: bool, options: PublishOptions) -> Iterator[Path]:
     """Yields the folder to publish: the checkpoint, or a temporary folder with the merged model."""
@@ -210,18 +201,14 @@ def _checked_source(
         options.notify(f"Warning: {warning}")
     generated = {CARD: card.text.encode()}
     if base is not None:
-        generated[ADAPTER_CONFIG] = _pinned_config(folder, base)
+        adapter_config = read_json(folder / ADAPTER_CONFIG)
+        adapter_config["base_model_name_or_path"] = base.hub_id
+        adapter_config["revision"] = base.revision
+        config_text = json.dumps(adapter_config, indent=2, sort_keys=True)
+        generated[ADAPTER_CONFIG] = config_text.encode()
     source = choose_files(folder, generated)
     check_private(source, str(repository.api.token or ""))
     return source
-
-
-def _pinned_config(adapter: Path, base: Part) -> bytes:
-    """Returns `adapter_config.json` of an adapter with its base, on the Hub, at a commit."""
-    config = read_json(adapter / ADAPTER_CONFIG)
-    config["base_model_name_or_path"] = base.hub_id
-    config["revision"] = base.revision
-    return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 def _finish_dry_run(folder: Path, access: dict[str, Any], options: PublishOptions) -> None:
@@ -264,7 +251,7 @@ def _check_commit(
 
 
 def summary(publication: Publication) -> str:
-    """Returns what was sent and where to; for a dry run, what would be sent and what would not."""
+    """Returns what was sent and where to. For a dry run, it says what would be sent."""
     if publication.commit is None:
         return _summary_of_dry_run(publication)
     repository = publication.repository

@@ -81,7 +81,7 @@ def check_files_of_others(
         consequence = (
             "would be overwritten" if repo_path in sent_paths else "would be read beside the model"
         )
-        file_list += f"- {repo_path}, which {consequence}\n"
+        file_list += f"- {repo_path} {consequence}\n"
     raise ValueError(
         f"{repository.repo_id} has files that no publication of this package wrote, or that were "
         f"changed since:\n{file_list}Nothing was sent. Choose another repository, or let them be "

@@ -25,7 +25,7 @@ from ...checkpoint.files import CARD
 
 RECORD = "publication.json"  # in a repository: what this package wrote to it
 NOTHING_IGNORED = "# Everything that is published is sent.\n"
-"""Replaces the repository's own `.gitignore`, whose files the client would silently skip."""
+"""Replaces the repository's own `.gitignore`. The client would silently skip the files in it."""
 LOG_IN = "Use `hf auth login` or HF_TOKEN, with a token of https://huggingface.co/settings/tokens"
 
 
@@ -38,11 +38,11 @@ class Repository:
         repo_id: Its Hub id.
         kind: "model" or "space".
         branch: The name of the branch.
-        commit: The head of the branch, or of `main` if there is no such branch; None if there is
-            no repository.
+        commit: The head of the branch, or of `main` if the branch does not exist. None if the
+            repository does not exist.
         private: Whether it is private.
-        files: The id of each file's content by path: the SHA-256 if it is in LFS, else git's blob
-            id.
+        files: The id of each file's content by path. It is the SHA-256 if it is in LFS, otherwise
+            git's blob id.
         written: The ids by path of what earlier publications wrote, according to their record.
         card: The text of its `README.md`.
     """
@@ -94,16 +94,16 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
 
     Args:
         repo_id: Hub id of the repository to publish.
-        token: Access token; by default from `hf auth login` or HF_TOKEN.
+        token: Access token, by default from `hf auth login` or HF_TOKEN.
         create_pr: Whether a pull request is enough. Any account may open one.
 
     Raises:
-        ValueError: There is no token, or it may not write to the repository.
+        ValueError: The token is missing, or may not write to the repository.
         OSError: The Hub or the connection failed.
     """
     token = (token or get_token() or "").strip()
     if not token:
-        raise ValueError(f"There is no token to publish with. {LOG_IN}.")
+        raise ValueError(f"A token is needed to publish. {LOG_IN}.")
     api = HfApi(token=token, library_name="normalign-llava", library_version=__version__)
     with hub_errors():
         account = api.whoami()
@@ -166,21 +166,15 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
 
 
 def _recorded(record: bytes) -> dict[str, Sequence[str]]:
-    """Returns the ids by path in the content of `RECORD`; none if this package did not write it."""
+    """Returns the ids by path in the content of `RECORD`, if this package wrote it."""
     try:
         content = json.loads(record)
-    except (ValueError, RecursionError):
+        if content["written_by"] != "normalign-llava" or content["schema_version"] != 1:
+            return {}
+        ids_by_path = content["files"].items()
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return {}
-    if not isinstance(content, dict) or content.get("written_by") != "normalign-llava":
-        return {}
-    ids_by_path = content.get("files")
-    if content.get("schema_version") != 1 or not isinstance(ids_by_path, dict):
-        return {}
-    return {
-        path: content_ids
-        for path, content_ids in ids_by_path.items()
-        if isinstance(content_ids, list)
-    }
+    return {path: content_ids for path, content_ids in ids_by_path if isinstance(content_ids, list)}
 
 
 def push(
@@ -200,11 +194,11 @@ def push(
         repository: The branch as it was read.
         added: The files to add to it, or to replace in it.
         removed: The paths to remove from it.
-        private: Whether a new repository is private; None leaves it to the namespace's default.
+        private: Whether a new repository is private. By default the namespace decides.
         create_pr: Open a pull request instead.
 
     Returns:
-        The commit; the head if nothing had to change.
+        The commit. It is the head if nothing had to change.
 
     Raises:
         ValueError: The Hub refuses the card's front matter.
@@ -255,5 +249,5 @@ def check_front_matter(added: Sequence[CommitOperationAdd], kind: str) -> None:
         try:
             repo_card.validate(repo_type=kind)
         except ValueError as error:
-            remedy = f"Correct the front matter of {CARD}, which the Hub refuses"
-            raise ValueError(f"{remedy}: {error}") from error
+            problem = f"The Hub refuses the front matter of {CARD}. Correct it"
+            raise ValueError(f"{problem}: {error}") from error

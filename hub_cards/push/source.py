@@ -16,10 +16,10 @@ from ...checkpoint.files import (
     TRAINING_RECORD,
     WEIGHTS,
 )
-from ...checkpoint.untrusted import loading
-from ...diagnose.report import REPORT
+from ...checkpoint.untrusted import refuse_unreadable
+from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
-from ..reading import DIAGNOSTICS, NOTICES, public_report, weight_files
+from ..reading import DIAGNOSTICS, NOTICES, read_public_report, weight_files
 
 
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
@@ -84,7 +84,7 @@ class PublishSource:
 
     Attributes:
         folder: The folder.
-        files: The contents by path in the repository; for weights, the file.
+        files: The contents by path in the repository. For weights it is the file.
         sizes: The bytes of each file, by the same path.
         excluded: The paths that stay here.
     """
@@ -101,6 +101,9 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     Args:
         folder: Folder of a checkpoint or adapter.
         generated: Contents by path that are sent instead of the folder's files.
+
+    Raises:
+        ValueError: The weights, the report of a diagnosis or a notice are not valid.
     """
     folder = folder.resolve()
     loaded = {weight_file.name for weight_file in weight_files(folder)}
@@ -108,21 +111,24 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
         loaded.add(INDEX)
     figures: set[str] = set()
     replaced = dict(generated)
-    report_file = folder / DIAGNOSTICS / REPORT
-    if report_file.is_file():
-        public_content, figure_names = public_report(report_file.read_text("utf-8"))
-        replaced[f"{DIAGNOSTICS}/{REPORT}"] = public_content
-        figures = {f"{DIAGNOSTICS}/{figure_name}" for figure_name in figure_names}
+    report = read_public_report(folder)
+    if report:
+        replaced[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
+        figures = {f"{DIAGNOSTICS}/{figure['file']}" for figure in report["figures"]}
     files_here: dict[str, bytes | Path] = {}
     excluded = []
     for local_path in _paths(folder):
         repo_path = local_path.relative_to(folder).as_posix()
         if local_path.is_dir():
             excluded.append(f"{repo_path}/")
-        elif _is_sent(local_path, repo_path, loaded | figures):
-            files_here[repo_path] = _content(local_path, repo_path)
-        else:
+        elif not _is_sent(local_path, repo_path, loaded | figures):
             excluded.append(repo_path)
+        elif _is_notice(repo_path):
+            files_here[repo_path] = read_notice(local_path)
+        elif local_path.suffix == ".safetensors":
+            files_here[repo_path] = local_path
+        else:
+            files_here[repo_path] = local_path.read_bytes()
     files = dict(sorted({**files_here, **replaced}.items()))
     sizes = {}
     for repo_path, content in files.items():
@@ -144,15 +150,6 @@ def _is_sent(local_path: Path, repo_path: str, needed: set[str]) -> bool:
         return True
     is_optional = local_path.suffix in (".safetensors", ".png") or repo_path == INDEX
     return repo_path in needed or not is_optional
-
-
-def _content(local_path: Path, repo_path: str) -> bytes | Path:
-    """Returns the content of a file to send; for weights, the file."""
-    if _is_notice(repo_path):
-        return read_notice(local_path)
-    if local_path.suffix == ".safetensors":
-        return local_path
-    return local_path.read_bytes()
 
 
 def _is_notice(repo_path: str) -> bool:
@@ -180,10 +177,10 @@ def read_notice(file: Path) -> bytes:
     if size > LARGEST_NOTICE:
         raise ValueError(f"{file} has {size:,} bytes, and a notice {LARGEST_NOTICE:,}. {remedy}")
     content = file.read_bytes()
-    with loading(str(file), remedy=remedy):
+    with refuse_unreadable(str(file), remedy=remedy):
         text = content.decode("utf-8")
     if "\0" in text:
-        raise ValueError(f"{file} is no plain text: it has a null character. {remedy}")
+        raise ValueError(f"{file} is not plain text: it has a null character. {remedy}")
     return content
 
 

@@ -30,10 +30,10 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
     check_language_model,
-    vision_config,
+    require_vision_config,
 )
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
-from normalign_llava.checkpoint.notices import checkpoint_notices
+from normalign_llava.checkpoint.notices import fetch_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.precision import torch_dtype
 from normalign_llava.diagnose.data import Sample, batches
@@ -255,7 +255,7 @@ def test_a_row_is_changed_only_where_others_are_the_same():
 
 def test_the_pooling_head_of_siglip_is_not_loaded(tmp_path):
     transformers.SiglipVisionConfig(**tiny.ENCODER, vision_use_head=True).save_pretrained(tmp_path)
-    assert vision_config(open_checkpoint(tmp_path)).vision_use_head is False
+    assert require_vision_config(open_checkpoint(tmp_path)).vision_use_head is False
 
 
 def test_a_head_that_the_file_has_apart_stays_apart(folders):
@@ -349,10 +349,10 @@ def test_places_of_notices_are_not_believed(tmp_path):
         (tmp_path / name).write_bytes(b"private")
     named = ["notices/vision/LICENSE", "notices/vision/../../../LICENSE", "../LICENSE", "LICENSE"]
     named += [str(tmp_path / "LICENSE"), "notices/vision/code.py", "notices/language/LICENSE", 3]
-    found = checkpoint_notices({"notices": named}, str(model))
+    found = fetch_notices({"notices": named}, str(model))
     assert found == {"notices/vision/LICENSE": b"terms"}
-    assert checkpoint_notices({"notices": "LICENSE"}, str(model)) == {}
-    assert checkpoint_notices(None, str(model)) == {}
+    assert fetch_notices({"notices": "LICENSE"}, str(model)) == {}
+    assert fetch_notices(None, str(model)) == {}
 
 
 @pytest.mark.parametrize("arm, norm", [*((arm, "layer_norm") for arm in ARMS), ("gwc", "rms_norm")])
@@ -712,7 +712,7 @@ def test_training_from_an_unsettled_checkpoint_writes_settled_ones(tmp_path, cap
     trainer = training.trainer(output, checkpoint, **options)
     trainer.train()
     trainer.save_model()
-    assert caplog.text.count("now prints 'Z', which the tokenizer put before a text") == 1
+    assert caplog.text.count("The tokenizer put 'Z' before a text") == 1
     folders = [output, output / "checkpoint-1"]
     if use_peft:
         merge_adapter(output, tmp_path / "merged", base=str(checkpoint))

@@ -495,4 +495,4 @@ def test_of_several_processes_the_first_tells_what_the_template_now_prints(
         monkeypatch.setenv("RANK", rank)
     processor = built(tmp_path, families.adding_tokenizer(["<s>"]), SMOLLM2)
     assert processor.apply_chat_template(chat("Hi")).startswith("<s>")
-    assert caplog.text.count("The chat template now prints '<s>'") == told
+    assert caplog.text.count("The tokenizer put '<s>' before a text") == told

@@ -277,7 +277,7 @@ def test_an_adapter_whose_start_changed_its_base_is_refused(adapter, tmp_path, s
     if not is_refused:
         assert open_adapter(folder).peft_config.init_lora_weights == start
         return
-    with pytest.raises(ValueError, match=f"init_lora_weights '{start}', which changes the base"):
+    with pytest.raises(ValueError, match=rf"init_lora_weights '{start}'. That changes the base"):
         read_peft_config(folder)
 
 
@@ -466,7 +466,7 @@ def test_what_is_no_adapter_is_refused(tmp_path):
     get_peft_model(tiny.model(), ia3).save_pretrained(tmp_path / "ia3")
     with pytest.raises(ValueError, match="IA3 adapter. Only LoRA"):
         merge_adapter(tmp_path / "ia3", tmp_path / "merged")
-    with pytest.raises(ValueError, match="run holds checkpoint-5, which is not"):
+    with pytest.raises(ValueError, match="run holds checkpoint-5. It is not"):
         merge_adapter(tmp_path / "ia3", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-5"]
 

@@ -186,7 +186,7 @@ def test_settings_are_merged_if_their_effect_is_in_the_tensors(tmp_path):
     for name in LOST.split():
         config = LoraConfig()
         setattr(config, name, "changed")
-        with pytest.raises(ValueError, match=f"trained with {name} 'changed', which is not merged"):
+        with pytest.raises(ValueError, match=f"trained with {name} 'changed'. It would be lost"):
             check_settings(tmp_path, config)
 
 

@@ -16,7 +16,7 @@ import training
 from hub_server import HubServer
 
 from normalign_llava.checkpoint import files
-from normalign_llava.checkpoint.files import atomic_write, finished_folder, only_writer
+from normalign_llava.checkpoint.files import atomic_write, finished_folder, lock_folder
 from normalign_llava.errors import NotWritable
 
 
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_a_remedy(tmp_path):
     folder = tmp_path / "file"
     folder.touch()
     said = f"^{folder}.* cannot be written to: .* another folder"
-    for write in (atomic_write, finished_folder, only_writer):
+    for write in (atomic_write, finished_folder, lock_folder):
         with pytest.raises(NotWritable, match=said), write(folder / "a"):
             pass
     for error in (OSError(28, "No space left"), OSError(13, "Permission", "/else")):
@@ -151,9 +151,9 @@ def test_a_replacement_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
 HOLDS = """
 import sys
 from pathlib import Path
-from normalign_llava.checkpoint.files import finished_folder, only_writer
+from normalign_llava.checkpoint.files import finished_folder, lock_folder
 
-with {"lock": only_writer, "finished": finished_folder}[sys.argv[1]](Path(sys.argv[2])) as staging:
+with {"lock": lock_folder, "finished": finished_folder}[sys.argv[1]](Path(sys.argv[2])) as staging:
     if staging:
         (staging / "file").write_text("theirs")
     print("ready", flush=True)
@@ -187,16 +187,16 @@ def test_a_second_process_is_told_of_the_first_and_waits_for_a_short_one(
     first = hold("lock", folder)
     named = rf"model is being written to by `-c lock .*`, process {first.pid}\. Wait for"
     for _ in range(2):  # the first attempt must not take the name away
-        other = only_writer(tmp_path / "other")
-        with pytest.raises(ValueError, match=named), other, only_writer(folder, wait=0):
+        other = lock_folder(tmp_path / "other")
+        with pytest.raises(ValueError, match=named), other, lock_folder(folder, wait=0):
             pass
     with monkeypatch.context() as patched:
-        patched.setattr(files, "only_writer", partial(only_writer, wait=0))
+        patched.setattr(files, "lock_folder", partial(lock_folder, wait=0))
         results = finished_folder(folder / "results", lambda made: ["file"])
         with pytest.raises(ValueError, match=named), results:
             pass
     first.stdin.close()
-    with only_writer(folder, wait=60), only_writer(folder):  # in one process, as often as is asked
+    with lock_folder(folder, wait=60), lock_folder(folder):  # in one process, as often as is asked
         files.check_free(folder)
     assert list(tmp_path.rglob("*")) == [folder]  # no lock is left, and no folder made for one
     killed = hold("lock", folder)
@@ -211,7 +211,9 @@ def test_a_second_process_is_told_of_the_first_and_waits_for_a_short_one(
 def test_a_process_that_cannot_be_named_is_another_process(tmp_path, left):
     if left is not None:
         (tmp_path / files.LOCK).write_bytes(left)
-    assert "is being written to by another process." in files.busy(tmp_path, tmp_path / files.LOCK)
+    assert "is being written to by another process." in files.busy_message(
+        tmp_path, tmp_path / files.LOCK
+    )
 
 
 def test_what_a_living_process_makes_is_not_removed_and_nobody_else_makes_it(tmp_path, hold):
@@ -283,16 +285,16 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
         names = [*([path, None] for path in paths), absent, ["user/model", "v9"], known]
         *no_names, unknown, unversioned, model = asked(names, environment)
         for path, said in zip(paths, no_names, strict=True):
-            assert said.startswith(f"{path} is no file or f")
+            assert said.startswith(f"{path} does not exist here")
         for name, said in (("user/none", unknown), ("user/model", unversioned)):
-            assert said.startswith(f"{name} is no file or folder here. {hub.url} has none")
+            assert said.startswith(f"{name} does not exist here. {hub.url} has none")
         assert model == "user/model"
         about = [request.split("?")[0] for request in hub.requests if "/api/models/" in request]
         assert about.count("GET /api/models/user/none") == 1
         assert {path.split("/")[3] for path in about} == {"user"}
     for changes, why in (({}, "cannot be asked"), ({"HF_HUB_OFFLINE": "1"}, "offline")):
         unreachable, kept = asked([absent, known], environment | changes)
-        assert unreachable.startswith(f"user/none is no file or folder here. {hub.url}")
+        assert unreachable.startswith(f"user/none does not exist here. {hub.url}")
         assert why in unreachable
         assert kept == "user/model"
 
@@ -333,13 +335,13 @@ def test_folders_are_told_by_the_files_in_them(tmp_path):
         files.find_checkpoint(adapter)
     with pytest.raises(ValueError, match="d has no config.json.* Look again"):
         files.find_checkpoint(neither, remedy="Look again.")
-    with pytest.raises(ValueError, match=r"none is no file or folder here\. Look again"):
+    with pytest.raises(ValueError, match=r"none does not exist here\. Look again"):
         files.find_checkpoint(tmp_path / "none", remedy="Look again.")
     for folder in (model, adapter, both):
         files.check_folder(folder)
     with pytest.raises(ValueError, match="d has no config.json.*adapter_config.json"):
         files.check_folder(neither)
-    with pytest.raises(ValueError, match="none is no folder here"):
+    with pytest.raises(ValueError, match="none does not exist here"):
         files.check_folder(tmp_path / "none")
     with pytest.raises(ValueError, match="b has no adapter_model.safetensors"):
         files.check_adapter(adapter)
@@ -385,7 +387,7 @@ def test_a_replaced_folder_is_new_as_a_whole_and_nothing_of_others_is_lost(tmp_p
     assert [path.name for path in target.iterdir()] == ["first"] and not left.parent.exists()
     assert (target / "first").read_text() == "new"
     (target / "mine").write_text("mine")
-    said = r"holds mine, which is not to be replaced\. Choose"
+    said = r"holds mine. It is not overwritten\. Choose"
     with pytest.raises(ValueError, match=said), finished_folder(target, lambda folder: ["first"]):
         pass
     assert {path.name for path in target.iterdir()} == {"first", "mine"}
@@ -406,7 +408,7 @@ def test_a_lock_has_the_command_and_is_held_by_whatever_path(tmp_path, monkeypat
     long = ["/bin/normalign", "train", "recipe.yaml", "--output_dir", "a" * 30, "b" * 200]
     for words, begin in ((long, "`normalign train recipe.yaml --output_dir a"), ([""], "`python`")):
         monkeypatch.setattr(sys, "argv", words)
-        with only_writer("out"), only_writer(tmp_path / "out", wait=0):
+        with lock_folder("out"), lock_folder(tmp_path / "out", wait=0):
             lock = (tmp_path / "out" / files.LOCK).read_text()
         assert lock.startswith(begin) and lock.endswith(f", process {os.getpid()}")
         assert len(lock) < 160
@@ -469,14 +471,14 @@ def test_json_is_read_if_it_is_there_and_written_as_it_is_read(tmp_path):
 
 
 def test_a_folder_made_for_a_lock_stays_if_it_was_filled(tmp_path):
-    with only_writer(tmp_path / "a" / "b"):
+    with lock_folder(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "file").touch()
         lock = (tmp_path / "a" / "b" / files.LOCK).read_text()
     assert f"process {os.getpid()}" in lock
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["file"]
-    with pytest.raises(RuntimeError), only_writer(tmp_path / "a" / "b"):
+    with pytest.raises(RuntimeError), lock_folder(tmp_path / "a" / "b"):
         raise RuntimeError
-    with only_writer(tmp_path / "a" / "b", wait=0):  # it was given back, and is taken again
+    with lock_folder(tmp_path / "a" / "b", wait=0):  # it was given back, and is taken again
         assert (tmp_path / "a" / "b" / files.LOCK).exists()
         (tmp_path / "a" / "b" / files.LOCK).unlink()  # as somebody may who clears up
 

@@ -4,8 +4,8 @@ import pytest
 
 from normalign_llava.checkpoint.notices import (
     LARGEST_NOTICE,
-    checkpoint_notices,
-    notices_of_part,
+    fetch_notices,
+    fetch_part_notices,
     place_of,
     write_notices,
 )
@@ -29,18 +29,18 @@ def test_notices_are_known_by_their_names(tmp_path):
         (tmp_path / name).write_text(name)
     (tmp_path / "LICENSE.md").mkdir()
     expected = {name: name.encode() for name in NOTICES}
-    found = notices_of_part(str(tmp_path), None)
+    found = fetch_part_notices(str(tmp_path), None)
     assert found == expected and [*found] == sorted(found)
 
 
 def test_notices_are_small(tmp_path):
     (tmp_path / "LICENSE").write_bytes(b"x" * LARGEST_NOTICE)
     (tmp_path / "NOTICE").write_bytes(b"x" * (LARGEST_NOTICE + 1))
-    assert notices_of_part(str(tmp_path), None).keys() == {"LICENSE"}
+    assert fetch_part_notices(str(tmp_path), None).keys() == {"LICENSE"}
     for name in ("LICENSE", "NOTICE"):
         write_notices(tmp_path, {place_of("vision", name): (tmp_path / name).read_bytes()})
     named = {"notices": ["notices/vision/LICENSE", "notices/vision/NOTICE"]}
-    assert checkpoint_notices(named, str(tmp_path)).keys() == {"notices/vision/LICENSE"}
+    assert fetch_notices(named, str(tmp_path)).keys() == {"notices/vision/LICENSE"}
 
 
 def test_notices_are_carried_from_checkpoint_to_checkpoint(tmp_path):
@@ -48,15 +48,15 @@ def test_notices_are_carried_from_checkpoint_to_checkpoint(tmp_path):
     written = {path: path.encode() for path in paths}
     write_notices(tmp_path, written)
     assert {path: (tmp_path / path).read_bytes() for path in paths} == written
-    assert checkpoint_notices({"notices": sorted(paths)}, str(tmp_path)) == written
+    assert fetch_notices({"notices": sorted(paths)}, str(tmp_path)) == written
     for path in ("notices/other/LICENSE", "notices/LICENSE", "notices/vision/a/LICENSE"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("not where one is put")
-        assert checkpoint_notices({"notices": [path]}, str(tmp_path)) == {}
+        assert fetch_notices({"notices": [path]}, str(tmp_path)) == {}
 
 
 def test_a_hub_that_cannot_be_asked_for_notices_is_told_of(caplog):
-    assert notices_of_part("user/model", None) == {}
+    assert fetch_part_notices("user/model", None) == {}
     (line,) = caplog.messages
     assert "user/model" in line
 
@@ -65,4 +65,4 @@ def test_a_hub_that_cannot_be_asked_for_notices_is_told_of(caplog):
     "build", [None, {}, {"notices": None}, {"notices": {"a": 1}}, {"notices": [3]}]
 )
 def test_a_record_without_a_list_of_notices_has_none(tmp_path, build):
-    assert checkpoint_notices(build, str(tmp_path)) == {}
+    assert fetch_notices(build, str(tmp_path)) == {}

@@ -35,13 +35,13 @@ from normalign_llava.checkpoint.files import INDEX, find_checkpoint
 from normalign_llava.checkpoint.opening import (
     Checkpoint,
     check_processor,
+    fetch_licence,
     hub_dataset,
-    licence_of,
     open_checkpoint,
     read_record,
 )
 from normalign_llava.checkpoint.prompts import answer_ends, fixes_the_date
-from normalign_llava.checkpoint.weights import index_folder
+from normalign_llava.checkpoint.weights import fetch_index_folder
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
@@ -98,7 +98,7 @@ def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
     ):
         (tmp_path / "README.md").write_text(card)
         names = ("license", "license_name", "license_link")
-        assert licence_of(str(tmp_path)) == (licence and dict(zip(names, licence, strict=True)))
+        assert fetch_licence(str(tmp_path)) == (licence and dict(zip(names, licence, strict=True)))
 
 
 @pytest.fixture
@@ -125,11 +125,11 @@ def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(cac
     for commit, name in ((OLD, "first"), (NEW, "second")):
         cached("model", "user/lm", commit, named.format(name))
     for revision, name, place in ((OLD, "first", OLD), (None, "second", "main")):
-        found = licence_of("user/lm", revision)
+        found = fetch_licence("user/lm", revision)
         assert found["license_name"] == name
         assert found["license_link"] == f"{constants.ENDPOINT}/user/lm/blob/{place}/TERMS.md"
     cached("model", "user/bare", NEW, "a card without metadata")
-    assert licence_of("user/bare") is licence_of("user/none") is None
+    assert fetch_licence("user/bare") is fetch_licence("user/none") is None
 
 
 def test_a_data_set_is_named_with_what_its_card_says(cached, tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_data_set_is_named_with_what_its_card_says(cached, tmp_path, monkeypat
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     monkeypatch.chdir(tmp_path)
     assert hub_dataset("user/one")["license"] == "mit"
-    assert licence_of("user/one")["license"] == "apache-2.0"
+    assert fetch_licence("user/one")["license"] == "apache-2.0"
     broken = {"id": "user/four", "license": None, "language": None}
     cached("dataset", "user/four", NEW, "---\nlicense: [: \n---\n")
     assert hub_dataset("user/four").items() >= broken.items()
@@ -190,8 +190,8 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
     assert find_checkpoint("user/lm") == ("user/lm", NEW)
     for commit in (OLD, NEW):
         cached("model", "user/lm", commit, "{}", INDEX)
-    assert [folder.name for folder in index_folder("user/lm", OLD)] == [OLD]
-    assert [folder.name for folder in index_folder("user/lm", None)] == [NEW]
+    assert [folder.name for folder in fetch_index_folder("user/lm", OLD)] == [OLD]
+    assert [folder.name for folder in fetch_index_folder("user/lm", None)] == [NEW]
 
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
@@ -260,7 +260,7 @@ def test_records_are_json_objects(tmp_path):
         (tmp_path / "build.json").write_text(content)
         assert read_record(str(tmp_path), "build.json") == expected
     assert read_record("user/none", "build.json") is None  # on a Hub that cannot be asked
-    assert read_record("no name!", "build.json") is licence_of("no name!") is None
+    assert read_record("no name!", "build.json") is fetch_licence("no name!") is None
 
 
 @pytest.fixture
@@ -375,7 +375,7 @@ def test_a_processor_that_needs_a_package_names_it(opened, kind):
         def from_pretrained(cls, name, **options):
             raise kind("Package `Num2Words` is required")
 
-    with pytest.raises(ImportError, match="needs num2words, which is not installed"):
+    with pytest.raises(ImportError, match="needs num2words, but it is not installed"):
         opened.preprocessor(Needs)
 
 
@@ -440,5 +440,5 @@ def test_another_configuration_is_used_in_place_of_its_own(opened):
 
 
 def test_a_checkpoint_that_is_not_there_has_the_remedy_that_is_given():
-    with pytest.raises(ValueError, match=r"none is no file or folder here\. Look again"):
+    with pytest.raises(ValueError, match=r"none does not exist here\. Look again"):
         open_checkpoint("none", remedy="Look again.")

@@ -24,9 +24,9 @@ from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.untrusted import (
     check_files,
-    check_weights,
+    fetch_checked_weights,
     json_object,
-    loading,
+    refuse_unreadable,
 )
 from normalign_llava.cli import app
 
@@ -233,7 +233,7 @@ def test_a_part_that_needs_code_is_not_built_in(tmp_path):
     language = parts.language(tmp_path / "language")
     foreign("config.json", "AutoConfig", model_type="evil")(Path(language))
     words = ["--vision", vision, "--language", language, "--output", tmp_path / "out"]
-    assert "needs code that comes with it, which is not run" in stopped("build", *words)
+    assert "needs code that comes with it. It is not run" in stopped("build", *words)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
 
 
@@ -258,7 +258,7 @@ def test_a_folder_that_is_a_link_out_of_the_checkpoint_is_refused(good, tmp_path
     check_files(folder)
     (tmp_path / "linked").symlink_to(folder)  # as a whole
     check_files(tmp_path / "linked")
-    check_weights(tmp_path / "linked")
+    fetch_checked_weights(tmp_path / "linked")
     (folder / "inside" / "notices").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="notices is a link out of its folder, to .*outside"):
         check_files(folder)
@@ -273,10 +273,10 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
         shutil.copy(file, blobs / file.name)
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     check_files(snapshot)
-    check_weights(snapshot)
+    fetch_checked_weights(snapshot)
     copy = tmp_path / "models--me--x" / "copies" / "abc"
     copy.mkdir(parents=True)
-    for name, check in (("config.json", check_files), (WEIGHTS, check_weights)):
+    for name, check in (("config.json", check_files), (WEIGHTS, fetch_checked_weights)):
         (copy / name).symlink_to(blobs / name)
         with pytest.raises(ValueError, match=f"{name} is a link out of its folder"):
             check(copy)
@@ -363,12 +363,12 @@ def test_what_a_file_may_say(tmp_path):
     config = {"model_type": "llama", "_attn_implementation": "sdpa", **code}
     assert check_files(small(tmp_path, config=config, tokenizer_config=code)) == config
     ours = config | {"model_type": "normalign_llava"}  # whose own code is not run either
-    with pytest.raises(ValueError, match="no use for: auto_map in tokenizer_config.json. None"):
+    with pytest.raises(ValueError, match="custom code: auto_map in tokenizer_config.json. None"):
         check_files(small(tmp_path, config=ours))
     (tmp_path / "tokenizer_config.json").unlink()
     assert check_files(tmp_path) == ours
     nested = {"image_processor": {"auto_map": {"AutoImageProcessor": "a.A"}}}
-    with pytest.raises(ValueError, match="no use for: auto_map in processor_config.json. None"):
+    with pytest.raises(ValueError, match="custom code: auto_map in processor_config.json. None"):
         check_files(small(tmp_path, config=ours, processor_config=nested))
     (tmp_path / "processor_config.json").unlink()
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -400,24 +400,24 @@ def test_weights_are_those_of_the_index_unless_one_file_has_them(tmp_path):
     for number, name in enumerate((ONE, TWO, "other.safetensors")):
         save_file({f"t{number}": torch.zeros(2)}, tmp_path / name)
     index(tmp_path, {"t1": TWO, "t0": ONE, "more": TWO})
-    assert check_weights(tmp_path) == [tmp_path / ONE, tmp_path / TWO]
+    assert fetch_checked_weights(tmp_path) == [tmp_path / ONE, tmp_path / TWO]
     asked = []
 
     def second(names):
         asked.extend(names)
         return "t1"
 
-    assert check_weights(tmp_path, choose_tensor=second) == [tmp_path / TWO]
+    assert fetch_checked_weights(tmp_path, choose_tensor=second) == [tmp_path / TWO]
     assert sorted(asked) == ["more", "t0", "t1"]
     (tmp_path / ONE).unlink()
-    assert check_weights(tmp_path, choose_tensor=second) == [tmp_path / TWO]
-    with pytest.raises(ValueError, match=f"{INDEX} names {ONE}, which is missing"):
-        check_weights(tmp_path)
+    assert fetch_checked_weights(tmp_path, choose_tensor=second) == [tmp_path / TWO]
+    with pytest.raises(ValueError, match=f"{INDEX} names missing files: {ONE}"):
+        fetch_checked_weights(tmp_path)
     (tmp_path / TWO).write_bytes((tmp_path / TWO).read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{TWO} cannot be loaded"):
-        check_weights(tmp_path, choose_tensor=second)
+        fetch_checked_weights(tmp_path, choose_tensor=second)
     save_file({"t": torch.zeros(2)}, tmp_path / WEIGHTS)
-    assert check_weights(tmp_path, choose_tensor=second) == [tmp_path / WEIGHTS]
+    assert fetch_checked_weights(tmp_path, choose_tensor=second) == [tmp_path / WEIGHTS]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_an_index_of_other_files_is_refused(tmp_path, weight_map):
     for name in (ONE, "deep/a.safetensors", "deep\\a.safetensors"):
         save_file({"t": torch.zeros(2)}, tmp_path / name)
     with pytest.raises(ValueError, match=f"{INDEX} is not an index of safetensors files"):
-        check_weights(index(tmp_path, weight_map))
+        fetch_checked_weights(index(tmp_path, weight_map))
 
 
 class Damaged(Exception):
@@ -461,36 +461,42 @@ def test_errors_of_reading_become_sentences_about_what_was_read():
         (KeyError("b"), "The model X cannot be loaded: KeyError: 'b'. Do"),
         (ValueError("set `trust_remote_code=True`"), "The model X needs code that comes with it"),
     ):
-        with pytest.raises(ValueError) as raised, loading("The model X", remedy="Do it."):
+        with pytest.raises(ValueError) as raised, refuse_unreadable("The model X", remedy="Do it."):
             raised_by_a_library(error)
         assert str(raised.value).startswith(said) and raised.value.__cause__ is error
     package = {"__name__": "normalign_llava.reading"}  # a module of the package that decodes
     exec("def decode(content): return content.decode()", package)
     said = "X cannot be loaded: .*utf-8.*Save or fetch"
-    with pytest.raises(ValueError, match=said), loading("X"):
+    with pytest.raises(ValueError, match=said), refuse_unreadable("X"):
         package["decode"](b"\xff")
 
 
 def test_the_panic_of_a_library_is_an_error_of_what_was_read():
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
-    with pytest.raises(ValueError, match="X cannot be loaded: PanicException: index"), loading("X"):
+    with (
+        pytest.raises(ValueError, match="X cannot be loaded: PanicException: index"),
+        refuse_unreadable("X"),
+    ):
         raised_by_a_library(panic("index out of bounds"))
 
 
 @pytest.mark.parametrize("kind", [OSError, FileNotFoundError, ImportError, KeyboardInterrupt])
 def test_errors_that_say_themselves_what_is_wrong_stay(kind):
-    with pytest.raises(kind) as raised, loading("The model X"):
+    with pytest.raises(kind) as raised, refuse_unreadable("The model X"):
         raised_by_a_library(kind("said"))
     assert str(raised.value) == "said"
 
 
 def test_a_sentence_of_the_package_itself_stays():
-    with pytest.raises(ValueError, match="^config.json is not valid JSON"), loading("The model X"):
+    with (
+        pytest.raises(ValueError, match="^config.json is not valid JSON"),
+        refuse_unreadable("The model X"),
+    ):
         json_object(b"{", "config.json")
 
 
 def test_full_memory_is_no_fault_of_the_file():
     error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    with pytest.raises(RuntimeError) as raised, loading("The model X"):
+    with pytest.raises(RuntimeError) as raised, refuse_unreadable("The model X"):
         raised_by_a_library(error)
     assert raised.value is error and error.__notes__ == ["loading the model X"]

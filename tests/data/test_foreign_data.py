@@ -1,6 +1,7 @@
 """Malicious and broken folders of data: nothing outside of them is read; errors are a sentence."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -15,50 +16,61 @@ ROWS = [llava("<image>\nWhat is this?", "kept", inside("red"))] * 3
 
 @pytest.fixture
 def private(tmp_path):
-    """A folder beside that of the data."""
-    write_parquet(tmp_path / "private" / "rows.parquet", ROWS)
-    return tmp_path / "private"
+    """A folder beside the folder of the data."""
+    folder = tmp_path / "private"
+    write_parquet(folder / "rows.parquet", ROWS)
+    return folder
 
 
-def refused(folder) -> str:
+def read_rows(data_path, streaming=False) -> list:
+    return list(open_source(DataSource(str(data_path)), streaming))
+
+
+def assert_is_refused(folder, reason):
     for streaming in (False, True):
-        with pytest.raises(ValueError) as error:
-            list(open_source(DataSource(str(folder)), streaming))
-    return str(error.value)
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            read_rows(folder, streaming)
 
 
-@pytest.mark.parametrize("path", ["{}", "../private", "file://{}"])
-def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
-    write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
-    assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 3
-    files = [{"split": "train", "path": f"{path.format(private)}/rows.parquet"}]
-    configs = json.dumps([{"config_name": "default", "data_files": files}])
-    (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    assert "private/rows.parquet, which is not in the folder" in refused(tmp_path / "data")
-
-
-@pytest.mark.parametrize("how", ["relative", "absolute", "link"])
-def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, how):
+@pytest.mark.parametrize("private_path", ["{}", "../private", "file://{}"])
+def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, private_path):
     folder = tmp_path / "data"
-    state = tmp_path / "data" / "state.json"
+    write_parquet(folder / "rows.parquet", ROWS)
+    assert len(read_rows(folder)) == 3
+
+    data_file = {"split": "train", "path": f"{private_path.format(private)}/rows.parquet"}
+    configs = [{"config_name": "default", "data_files": [data_file]}]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    assert_is_refused(folder, "private/rows.parquet, outside of the folder")
+
+
+@pytest.mark.parametrize("kind", ["relative", "absolute", "link"])
+def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, kind):
+    folder = tmp_path / "data"
     parquet_data(ROWS).save_to_disk(str(folder))
-    assert len(list(open_source(DataSource(str(folder)), False))) == 3
-    content = json.loads(state.read_text())
-    (file,) = content["_data_files"]
-    moved = shutil.move(folder / file["filename"], private / "rows.arrow")
-    if how == "link":
-        (folder / file["filename"]).symlink_to(moved)
+    assert len(read_rows(folder)) == 3
+
+    state_path = folder / "state.json"
+    state = json.loads(state_path.read_text())
+    (data_file,) = state["_data_files"]
+    own_path = folder / data_file["filename"]
+    private_path = shutil.move(own_path, private / "rows.arrow")
+    if kind == "link":
+        own_path.symlink_to(private_path)
+    elif kind == "absolute":
+        data_file["filename"] = str(private_path)
     else:
-        file["filename"] = {"absolute": str(moved), "relative": "../private/rows.arrow"}[how]
-    state.write_text(json.dumps(content))
-    assert "which is not in the folder" in refused(folder)
+        data_file["filename"] = "../private/rows.arrow"
+    state_path.write_text(json.dumps(state))
+    assert_is_refused(folder, "outside of the folder")
 
 
-@pytest.mark.parametrize("name", ["data.csv", "metadata.jsonl"])
-def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, name):
-    (private / "kept").write_text("question,answer\nWhat?,kept\n")
-    link = tmp_path / "data" / name
+@pytest.mark.parametrize("file_name", ["data.csv", "metadata.jsonl"])
+def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, file_name):
+    target = private / "kept"
+    target.write_text("question,answer\nWhat?,kept\n")
+    link = tmp_path / "data" / file_name
     link.parent.mkdir()
-    link.symlink_to(private / "kept")
-    assert f"{name}, which is not in the folder" in refused(link.parent)
-    assert list(open_source(DataSource(str(link)), False))  # if it is named itself
+    link.symlink_to(target)
+    assert_is_refused(link.parent, f"{file_name}, outside of the folder")
+    assert read_rows(link)  # if it is named itself

@@ -259,8 +259,8 @@ def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root
     (notes / "thoughts.txt").write_text("mine")
     before = hashes(tmp_path)
     for source, output, words in (
-        (model, notes, "holds thoughts.txt, which is not"),
-        (model, model, "holds chat_template.jinja, which is not"),
+        (model, notes, "holds thoughts.txt. It is not"),
+        (model, model, "holds chat_template.jinja. It is not"),
         (root / "ours" / "language", tmp_path / "new", "`normalign gain "),
         (root / "ours" / "vision", tmp_path / "new", "Give a vision-language model"),
     ):

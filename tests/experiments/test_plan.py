@@ -103,12 +103,12 @@ def test_options_are_the_variant_s_before_the_group_s_the_plan_s_and_the_recipe_
     ids=str,
 )
 def test_what_no_plan_has_is_refused(tmp_path, changes, said):
-    with pytest.raises(ValueError, match=rf"mine\.yaml is no plan of an experiment: .*{said}"):
+    with pytest.raises(ValueError, match=rf"mine\.yaml is not a plan of an experiment: .*{said}"):
         plan_of(tmp_path, **changes)
     for file, content in {"gone.yaml": None, "broken.yaml": "a: ["}.items():
         if content:
             (tmp_path / file).write_text(content)
-        with pytest.raises(ValueError, match=f"{file} is no plan"):
+        with pytest.raises(ValueError, match=f"{file} is not a plan"):
             read_plan(tmp_path / file)
 
 
@@ -183,7 +183,7 @@ def test_the_commands_of_a_run_follow_each_other(tmp_path):
 
 def test_own_data_of_a_run_are_of_its_seed_and_of_both_its_stages(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(commands, "write_data", lambda *args: written.append(args))
+    monkeypatch.setattr(commands, "write_stage_data", lambda *args: written.append(args))
     plan = plan_of(tmp_path, commands=True)
     run = plan.runs()[0]
     first, second = map(rows_of, plan.options(run))

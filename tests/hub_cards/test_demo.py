@@ -126,7 +126,7 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
         pixels = inputs["pixel_values"].double()
         heads = twin.double()(input_ids=ids, pixel_values=pixels, output_attentions=True).attentions
     assert list(maps) == [1, 2] == list(range(1, len(heads) + 1))
-    drawn = demo_app.heatmaps(model, processor, inputs, ids)
+    drawn = demo_app.heatmaps(maps, inputs["pixel_values"][0], processor)
     whole = (maps[1].sum() + maps[2].sum()).item() / 2
     assert drawn[0][1] == f"Mean: {whole:.1%}" and len(drawn) == 3
     for number, row in maps.items():
@@ -363,14 +363,13 @@ def test_a_page_asks_nothing_of_others_and_keeps_nothing(demo_app, loaded):
     assert question.label == "Question" and page.examples[0][1] == "What is in the image?"
 
 
-def test_an_image_that_is_not_normalized_is_shown_as_it_is(demo_app, tmp_path, monkeypatch):
+def test_an_image_that_is_not_normalized_is_shown_as_it_is(demo_app, tmp_path):
     """Where nothing looks, 0.4 of its grey and 0.6 of the darkest colour of the map."""
-    model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
+    _, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
     processor.image_processor.do_normalize = False
     inputs = demo_parts.prompt(processor, Image.new("RGB", (16, 16), (200, 200, 200)), "what?")
     looks = {1: torch.tensor([1.0, 0.0, 0.0, 0.0])}
-    monkeypatch.setattr(demo_app, "attention", lambda *args: looks)
-    for picture, _ in demo_app.heatmaps(model, processor, inputs, inputs["input_ids"]):
+    for picture, _ in demo_app.heatmaps(looks, inputs["pixel_values"][0], processor):
         shown = np.subtract(picture.getpixel((330, 330)), (80, 80, 82))
         assert np.abs(shown).max() <= 1
 

@@ -53,7 +53,7 @@ def test_a_pull_request(publish, hub, folder):
     before = theirs.head()
     proposal = ["--create-pr", "--no-verify", "--repo-id", "bob/m"]
     status, shown = publish(folder, *proposal)
-    assert status == 1 and "- config.json, which would be overwritten" in shown
+    assert status == 1 and "- config.json would be overwritten" in shown
     assert set(theirs.branches) == {"main"}
     status, shown = publish(folder, *proposal, "--replace-files")
     proposed = theirs.head("refs/pr/1")
@@ -161,7 +161,7 @@ def test_files_of_somebody_else_are_neither_removed_nor_overwritten(
     assert status == 1 and "--replace-files" in shown
     for path in THEIRS:
         fate = "overwritten" if path in ("config.json", "LICENSE") else "read beside the model"
-        assert f"- {path}, which would be {fate}" in shown
+        assert f"- {path} would be {fate}" in shown
     assert not [path for path in OWN if path in shown]
     assert repository.branches == branches
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
@@ -181,7 +181,7 @@ def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, hub, fol
     repository.change({"generation_config.json": edited})
     (folder / "training.json").write_text('{"seconds": 1.5}')
     status, shown = publish(folder, "--no-verify")
-    assert status == 1 and "- generation_config.json, which would be overwritten" in shown
+    assert status == 1 and "- generation_config.json would be overwritten" in shown
     assert repository.read("generation_config.json") == edited
     # The same content is no conflict: it was published from elsewhere.
     (folder / "generation_config.json").write_bytes(edited)
@@ -202,7 +202,7 @@ def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, hub, fol
 def test_a_record_that_is_not_ours_is_not_believed(publish, hub, folder, content):
     repository = hub.create("ann/m", files={"publication.json": content})
     status, shown = publish(folder, "--no-verify")
-    assert status == 1 and "- publication.json, which would be overwritten" in shown
+    assert status == 1 and "- publication.json would be overwritten" in shown
     assert repository.read("publication.json") == content
 
 
@@ -234,7 +234,7 @@ def test_a_space_that_somebody_changed_is_not_overwritten(publish, hub, folder):
     before = repository.commit, space.commit
     (folder / "training.json").write_text('{"seconds": 1.5}')
     status, shown = publish(folder, "--space", "--no-verify")
-    assert status == 1 and "- app.py, which would be overwritten" in shown
+    assert status == 1 and "- app.py would be overwritten" in shown
     assert "notes.txt" not in shown and (repository.commit, space.commit) == before
     assert publish(folder, "--space", "--no-verify", "--replace-files")[0] == 0
     assert b"gradio" in space.read("app.py") and space.read("notes.txt") == b"mine"
@@ -345,4 +345,4 @@ def test_a_repository_is_read_as_it_is(prepared, hub):
     assert none == ["main", None, False, None, {}, []]
     assert other[1:4] == [second.commit, False, None]
     assert "front matter of README.md" in lines[4]
-    assert "There is no token to publish with" in lines[-1]
+    assert "A token is needed to publish" in lines[-1]

@@ -22,9 +22,9 @@ from normalign_llava.diagnose.report import SCHEMA_VERSION
 from normalign_llava.hub_cards import demo
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.write import render_card
-from normalign_llava.hub_cards.demo import find_space, push_space, space_files
+from normalign_llava.hub_cards.demo import push_space, require_own_space, space_files
 from normalign_llava.hub_cards.push import checks, clean_process
-from normalign_llava.hub_cards.push.checks import pinned_base, recorded_base
+from normalign_llava.hub_cards.push.checks import recorded_base, require_pinned_base
 from normalign_llava.hub_cards.push.clean_process import (
     ask_clean_process,
     difference,
@@ -44,7 +44,7 @@ from normalign_llava.hub_cards.push.repository import (
     hub_errors,
 )
 from normalign_llava.hub_cards.push.source import PublishSource
-from normalign_llava.hub_cards.reading import public_report
+from normalign_llava.hub_cards.reading import read_public_report
 
 
 def git(content):
@@ -89,11 +89,11 @@ def test_what_others_changed_or_added_stands_in_the_way_if_it_is_read_or_overwri
     with pytest.raises(ValueError, match="ann/m has files that no publication") as error:
         check_files_of_others(theirs, added)
     listed = str(error.value).splitlines()
-    assert "- config.json, which would be overwritten" in listed
-    assert "- merges.txt, which would be read beside the model" in listed
+    assert "- config.json would be overwritten" in listed
+    assert "- merges.txt would be read beside the model" in listed
     with pytest.raises(ValueError, match="ann/m has files that no publication") as error:
         check_files_of_others(theirs)
-    assert "- vocab.json, which would be read beside the model" in str(error.value)
+    assert "- vocab.json would be read beside the model" in str(error.value)
     check_files_of_others(repository())
     # A Space reads nothing beside what it is sent; its card is a file like others.
     space = repository("space", README__md=b"theirs", merges__txt=b"theirs")
@@ -166,7 +166,7 @@ def test_a_space_of_ours_or_an_empty_one_may_be_written(found):
     for state in (ours, only, replace(only, files={})):
         repositories["ann/m-demo"] = state
         for replacing in (False, True):
-            assert find_space(HfApi(), "ann/m", replacing) is state
+            assert require_own_space(HfApi(), "ann/m", replacing) is state
     assert {*asked} == {("ann/m-demo", "space")}
 
 
@@ -175,11 +175,11 @@ def test_a_space_of_others_or_one_that_was_changed_is_not_written(found):
     repositories["ann/m-demo"] = replace(space(), files={"app.py": "theirs"}, written={})
     for replacing in (False, True):
         with pytest.raises(ValueError, match="ann/m-demo is not this package's"):
-            find_space(HfApi(), "ann/m", replacing)
+            require_own_space(HfApi(), "ann/m", replacing)
     repositories["ann/m-demo"] = changed = space(app__py=b"theirs", README__md=b"theirs")
-    with pytest.raises(ValueError, match="- README.md, which(.|\n)*- app.py, which would be over"):
-        find_space(HfApi(), "ann/m")
-    assert find_space(HfApi(), "ann/m", replace_files=True) is changed
+    with pytest.raises(ValueError, match="- README.md would(.|\n)*- app.py would be over"):
+        require_own_space(HfApi(), "ann/m")
+    assert require_own_space(HfApi(), "ann/m", replace_files=True) is changed
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -223,10 +223,10 @@ def test_the_base_that_an_adapter_names_is_pinned_as_far_as_it_is_known(tmp_path
     pinned = adapter(tmp_path / "a", **{name: "lab/base"}, revision="trial")
     expected = Part("base model", "lab/base", "lab/base", "trial")
     assert recorded_base(pinned) == expected
-    assert pinned_base(pinned, None, ask_hub=False) == expected
-    assert pinned_base(pinned, "lab/base", ask_hub=False) == expected
+    assert require_pinned_base(pinned, None, ask_hub=False) == expected
+    assert require_pinned_base(pinned, "lab/base", ask_hub=False) == expected
     other = Part("base model", "my/base", "my/base", "main")
-    assert pinned_base(pinned, "my/base", ask_hub=False) == other
+    assert require_pinned_base(pinned, "my/base", ask_hub=False) == other
     for revision in ({}, {"revision": None}):
         plain = adapter(tmp_path / "a", **{name: "lab/base"}, **revision)
         assert recorded_base(plain).revision == "main"
@@ -234,10 +234,10 @@ def test_the_base_that_an_adapter_names_is_pinned_as_far_as_it_is_known(tmp_path
     for folder in (here, adapter(tmp_path / "b")):
         assert recorded_base(folder) is None
         with pytest.raises(ValueError, match="base is a folder.* --base user/name"):
-            pinned_base(folder, None, ask_hub=False)
-        assert pinned_base(folder, "my/base", ask_hub=False) == other
+            require_pinned_base(folder, None, ask_hub=False)
+        assert require_pinned_base(folder, "my/base", ask_hub=False) == other
     with pytest.raises(ValueError, match="base is a folder"):
-        pinned_base(pinned, str(tmp_path), ask_hub=False)
+        require_pinned_base(pinned, str(tmp_path), ask_hub=False)
 
 
 def test_an_adapter_is_pinned_to_the_commit_of_a_base_that_is_as_in_training(
@@ -247,11 +247,11 @@ def test_an_adapter_is_pinned_to_the_commit_of_a_base_that_is_as_in_training(
     monkeypatch.setattr(checks, "find_checkpoint", lambda name, revision, remedy: (folder, None))
     saved = adapter(tmp_path / "a", base_model_name_or_path="lab/base", revision="trial")
     expected = Part("base model", folder, folder, None)
-    assert pinned_base(saved, None, ask_hub=True) == expected
+    assert require_pinned_base(saved, None, ask_hub=True) == expected
     config = json.loads((folder / "config.json").read_text())
     changes = {name: config[name] for name in ("projector_norm", "gradient_compensation")}
     (saved / "training.json").write_text(json.dumps({"config_changes": changes}))
-    assert pinned_base(saved, None, ask_hub=True) == expected
+    assert require_pinned_base(saved, None, ask_hub=True) == expected
     default = NormAlignLlavaConfig.gradient_compensation
     other = {"none": "global", "global": "none"}[default]
     del config["gradient_compensation"]  # as by default
@@ -260,13 +260,13 @@ def test_an_adapter_is_pinned_to_the_commit_of_a_base_that_is_as_in_training(
         changes = {"config_changes": {"gradient_compensation": value}}
         (saved / "training.json").write_text(json.dumps(changes))
         if fits:
-            assert pinned_base(saved, None, ask_hub=True) == expected
+            assert require_pinned_base(saved, None, ask_hub=True) == expected
             continue
         with pytest.raises(ValueError, match=f"compensation '{value}', not '{default}' as in its"):
-            pinned_base(saved, None, ask_hub=True)
+            require_pinned_base(saved, None, ask_hub=True)
     (folder / "modeling_normalign_llava.py").unlink()
     with pytest.raises(ValueError, match="would run code .*: modeling_normalign_llava.py. Publish"):
-        pinned_base(saved, None, ask_hub=True)
+        require_pinned_base(saved, None, ask_hub=True)
 
 
 def test_a_plan_of_an_adapter_names_its_base_and_does_not_load_it(folder, tmp_path):
@@ -307,7 +307,7 @@ def steps(monkeypatch):
     api = HfApi(endpoint="https://huggingface.co", token="my-token")
     step("log_in", api)
     step("find_repository", lambda *args, **options: Repository(api, "ann/m", **found))
-    step("find_space", "the Space")
+    step("require_own_space", "the Space")
     step("push_space", "its page")
     step("push", CommitInfo(f"https://huggingface.co/ann/m/commit/{OID}", "m", "", OID))
     step("ask_clean_process", lambda *args, **options: logits[len(calls["ask_clean_process"]) % 2])
@@ -325,7 +325,7 @@ def test_the_steps_of_a_publication_are_of_its_branch_and_its_commit(steps, fold
     api = done.repository.api
     assert calls["log_in"] == [(("ann/m", "given", False), {})]
     assert calls["find_repository"] == [((api, "ann/m"), {"branch": "trial"})]
-    assert calls["find_space"] == [((api, "ann/m", False), {})]
+    assert calls["require_own_space"] == [((api, "ann/m", False), {})]
     first, second = calls["ask_clean_process"]
     assert first == ((folder,), {"token": "my-token"})
     assert second == (("ann/m",), {"revision": OID, "token": "my-token"})
@@ -345,7 +345,9 @@ def test_a_proposal_without_checks_is_loaded_nowhere_and_has_no_space(steps, fol
     told = []
     options = dict(create_pr=True, check_loading=False, private=False, notify=told.append)
     done = publish(folder, "ann/m", **options)
-    assert done.space is None and "ask_clean_process" not in calls and "find_space" not in calls
+    assert (
+        done.space is None and "ask_clean_process" not in calls and "require_own_space" not in calls
+    )
     assert calls["log_in"] == [(("ann/m", None, True), {})] and "may not load" in told[-1]
     assert calls["push"][0][1] == {"private": False, "create_pr": True}
 
@@ -380,7 +382,7 @@ def test_a_card_on_the_hub_is_replaced_on_request_and_files_of_others_too(steps,
     known = dict(check_loading=False, notify=list)
     with pytest.raises(ValueError, match="README.md of ann/m was not written by this package"):
         publish(folder, "ann/m", replace_files=True, **known)
-    with pytest.raises(ValueError, match="pytorch_model.bin, which would be read beside"):
+    with pytest.raises(ValueError, match="pytorch_model.bin would be read beside"):
         publish(folder, "ann/m", replace_card=True, **known)
     assert "push" not in calls
     done = publish(folder, "ann/m", replace_card=True, replace_files=True, **known)
@@ -518,13 +520,19 @@ def a_report(**changes):
     return json.dumps(content | changes)
 
 
-def test_of_a_report_figures_of_samples_and_of_other_folders_stay_here():
+def store_report(folder, text):
+    (folder / "diagnostics").mkdir()
+    (folder / "diagnostics" / "report.json").write_text(text)
+
+
+def test_of_a_report_figures_of_samples_and_of_other_folders_stay_here(tmp_path):
     names = ["interface.png", "attention_1.png", "image_2.png", "baseline_image_1.png"]
     names += ["../a.png", "a/b.png", ".a.png", "a.svg", "images.png", "baseline_norms.png"]
     figures = [{"file": name, "title": "T"} for name in names]
-    content, shown = public_report(a_report(figures=figures))
-    assert shown == ["interface.png", "images.png", "baseline_norms.png"]
-    stored = json.loads(content)
+    assert read_public_report(tmp_path) == {}
+    store_report(tmp_path, a_report(figures=figures))
+    stored = read_public_report(tmp_path)
+    shown = ["interface.png", "images.png", "baseline_norms.png"]
     assert [drawn["file"] for drawn in stored["figures"]] == shown
     assert stored["report"]["attention"] == [{"question": "", "image": None, "maps": []}]
 
@@ -538,9 +546,10 @@ def test_of_a_report_figures_of_samples_and_of_other_folders_stay_here():
         (json.dumps({"schema_version": SCHEMA_VERSION}), "Diagnose again, or remove it"),
     ],
 )
-def test_a_report_that_cannot_be_read_is_named(text, said):
+def test_a_report_that_cannot_be_read_is_named(tmp_path, text, said):
+    store_report(tmp_path, text)
     with pytest.raises(ValueError, match=said):
-        public_report(text)
+        read_public_report(tmp_path)
 
 
 def test_logits_that_are_not_finite_are_no_answer(folder):

@@ -28,7 +28,12 @@ from normalign_llava.quickstart import (
     run as quickstart_run,
     train as quickstart_train,
 )
-from normalign_llava.quickstart.results import METRICS, diagnose_once, draw_answers, print_results
+from normalign_llava.quickstart.results import (
+    METRICS,
+    diagnose_once,
+    print_results,
+    write_answers_image,
+)
 from normalign_llava.quickstart.run import Settings, command_to_ask, run_quickstart
 from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
 
@@ -53,7 +58,7 @@ def test_the_stages_have_no_row_in_common_and_are_written_once(tmp_path, monkeyp
 
     monkeypatch.setattr(quickstart_train, "training_data", drawn)
     for first, second, seed in ((3, 2, 7), (9, 9, 8)):
-        quickstart_train.write_data(tmp_path / "data", first, second, seed)
+        quickstart_train.write_stage_data(tmp_path / "data", first, second, seed)
     stages = [load_from_disk(tmp_path / "data" / name)["row"][:] for name in ("stage1", "stage2")]
     assert stages == [["0 of 7", "1 of 7", "2 of 7"], ["3 of 7", "4 of 7"]]
 
@@ -130,7 +135,7 @@ def test_answers_are_green_if_they_are_right_and_crimson_if_not(tmp_path):
         ("right.png", [(shape, "It is a circle."), (emoji, "dog")], (False, True)),
         ("wrong.png", wrong, (True, False)),
     ):
-        draw_answers(answered, tmp_path / name)
+        write_answers_image(answered, tmp_path / name)
         crimson, green = coloured(tmp_path / name)
         assert (crimson > 20, green > 20) == expected, name
     heights = [Image.open(tmp_path / name).height for name in ("right.png", "wrong.png")]
@@ -150,12 +155,14 @@ def test_of_a_wrong_answer_the_truth_is_told_below_and_a_long_one_is_shortened(
     file = tmp_path / "grey.png"
     Image.new("RGB", (8, 8), "grey").save(file)
     asked = [Question("emoji", "what is this?", answer, file, None) for answer in ("dog", "cat")]
-    draw_answers(list(zip(asked, ["It is a dog, " * 9, "dog"], strict=True)), tmp_path / "a.png")
+    write_answers_image(
+        list(zip(asked, ["It is a dog, " * 9, "dog"], strict=True)), tmp_path / "a.png"
+    )
     first, second, *_ = figures[0].axes
     (said,) = (text.get_text() for text in first.texts)
     assert said.startswith("It is a dog") and said.endswith(" ...") and len(said) <= 40
     assert [text.get_text() for text in second.texts] == ["dog", "truth: cat"]
-    draw_answers([(asked[0], f"answer {number}") for number in range(5)], tmp_path / "b.png")
+    write_answers_image([(asked[0], f"answer {number}") for number in range(5)], tmp_path / "b.png")
     drawn = [(len(axes.images), len(axes.texts)) for axes in figures[1].axes]
     assert drawn == [(1, 2)] * 5 + [(0, 0)] * 3
 
@@ -264,13 +271,13 @@ def steps(tmp_path, monkeypatch):
     noted("fetch")
     noted("convert_vision", "vision")
     noted("convert_language", Path("language"))
-    noted("write_data")
+    noted("write_stage_data")
     noted("build_checkpoint", made=2)
     noted("merge_adapter", made=1)
     noted("ask_held_out", scores)
     noted("held_out", lambda count: [question("shape", number) for number in range(count * 3 + 12)])
     noted("reload", lambda model, asked: ([f"A{number}" for number in range(len(asked))], None))
-    noted("draw_answers")
+    noted("write_answers_image")
     noted("diagnose_once", lambda model, *_: model / "diagnostics" / "report.html")
     noted("read_report", lambda folder: {"verdict": [f"verdict of {folder.name}"]})
     noted("write_card")
@@ -312,7 +319,7 @@ def test_each_step_of_a_quickstart_goes_on_with_what_the_last_one_left(tmp_path,
     results = run()
     assert [archive for (archive,) in called("fetch")] == [*ARCHIVES]
     assert called("convert_vision") == [[56]]
-    assert called("write_data") == [[tmp_path / "data", 6, 4, 5]]
+    assert called("write_stage_data") == [[tmp_path / "data", 6, 4, 5]]
     assert called("build_checkpoint") == [built(tmp_path, "gwc")]
     assert called("train") == trained(tmp_path)
     merged = [tmp_path / "stage2", model, ("base", str(tmp_path / "stage1"))]
@@ -322,7 +329,7 @@ def test_each_step_of_a_quickstart_goes_on_with_what_the_last_one_left(tmp_path,
     shown = [question("shape", number) for number in range(8)]  # two of each kind, and of emoji
     assert called("reload") == [[model, shown]]
     answered = [(each, f"A{number}") for number, each in enumerate(shown)]
-    assert called("draw_answers") == [[answered, tmp_path / "images.png"]]
+    assert called("write_answers_image") == [[answered, tmp_path / "images.png"]]
     assert called("diagnose_once") == [[model, None, 9]]
     assert called("write_card") == [[model]]
     (_, *printed) = called("print_results")[0]

@@ -306,7 +306,7 @@ def test_rows_without_images_are_refused_where_they_train_nothing(tmp_path, chec
     text = Dataset.from_list([{"question": f"what is {n}?", "answer": "A"} for n in range(8)])
     trained_too = dict(stage="align", language_learning_rate=1e-3)
     for args in (dict(language_learning_rate=0.0), dict(stage="align"), trained_too):
-        with pytest.raises(ValueError, match="train_dataset have no image, .* nothing is trained"):
+        with pytest.raises(ValueError, match="train_dataset have no image. .* nothing is trained"):
             NormAlignTrainer(model, options(tmp_path, **args), train_dataset=text)
     model.generation_config.eos_token_id = 5
     trainer = NormAlignTrainer(model, options(tmp_path), train_dataset=text)

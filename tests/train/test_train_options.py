@@ -33,7 +33,7 @@ from trl import SFTConfig
 
 from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.checkpoint import precision
-from normalign_llava.errors import Terminated
+from normalign_llava.signals import Terminated
 from normalign_llava.train.command import (
     OVERRULED,
     RECIPES,
@@ -1328,8 +1328,8 @@ def test_a_name_of_another_tool_is_found_in_the_recipe_and_told_once():
 
 
 def test_the_size_of_a_run_without_a_rank_does_not_hide_an_error():
-    code = "from normalign_llava.errors import errors_for_people\n"
-    code += "with errors_for_people():\n    raise ValueError('what went wrong')\n"
+    code = "from normalign_llava.errors import exit_on_error\n"
+    code += "with exit_on_error():\n    raise ValueError('what went wrong')\n"
     environment = {**os.environ, "WORLD_SIZE": "2"}
     environment.pop("RANK", None)
     done = subprocess.run(

@@ -127,7 +127,7 @@ def test_a_dry_run_checks_the_repository_and_creates_none(hub, run):
         ("ann", "read", {}, "The token of ann may only read"),
         ("bob", "write", {}, f"bob may publish as bob/... or lab/..., not as {REPO}"),
         ("ann", "write", {"README.md": b"# By hand"}, "not written by this package"),
-        ("ann", "write", {"model.safetensors": b"theirs"}, "- model.safetensors, which would be"),
+        ("ann", "write", {"model.safetensors": b"theirs"}, "- model.safetensors would be"),
     ],
 )
 def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, files, reason):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ...diagnose.measure.families import decoder_layers, token_positions
-from ...modeling_normalign_llava import _gathered, gain_magnitude
+from ...modeling_normalign_llava import gain_magnitude, gathered
 from ..modules.model import base_model, module_of, projector_norm, trained_parameters
 from ..settings import RunConfig
 
@@ -143,7 +143,7 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
     values = {"gwc/factor": torch.ones(())}
     if isinstance(norm, nn.Identity):
         return values
-    with _gathered(*norm.parameters()) as (gain, *biases):
+    with gathered(*norm.parameters()) as (gain, *biases):
         values["gain/l2"] = torch.linalg.vector_norm(gain, dtype=torch.float32)
         values["gain/mean_abs"] = gain.float().abs().mean()
         for bias in biases:  # an RMSNorm has none

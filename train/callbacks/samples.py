@@ -14,8 +14,8 @@ from transformers import LlavaProcessor, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from ...checkpoint.files import SAMPLES
+from ...console import Console
 from ...data.rows.images import ImageRules, image_problem
-from ...errors import Console
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
 from ..modules.model import base_model

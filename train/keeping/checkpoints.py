@@ -15,8 +15,9 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import sort_checkpoints
 
-from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_none, only_writer
-from ...errors import Console, write_failure
+from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_none, lock_folder
+from ...console import Console
+from ...errors import write_failure
 from ..command import OFF
 
 
@@ -174,7 +175,7 @@ def writing_result(output: Path) -> Iterator[None]:
 
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Locks the folder of a run, as [`only_writer`] does.
+    """Locks the folder of a run, as [`lock_folder`] does.
 
     All processes must call this together. The first one takes the lock. If it cannot, all of them
     raise ValueError.
@@ -183,7 +184,7 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
     with ExitStack() as lock:
         if PartialState().is_main_process:
             try:
-                lock.enter_context(only_writer(output_dir, wait=0))
+                lock.enter_context(lock_folder(output_dir, wait=0))
             except ValueError as error:
                 problem = [str(error)]
             except OSError as error:

@@ -8,8 +8,8 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from ...assembly.adapter import on_meta, put_on_meta
-from ...checkpoint.untrusted import loading
+from ...assembly.adapter import LORA_SETTINGS, on_meta, put_on_meta
+from ...checkpoint.untrusted import refuse_unreadable
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..command import names_in
 from .adapter_effect import check_effect, linear_layers
@@ -18,30 +18,8 @@ from .adapter_effect import check_effect, linear_layers
 ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
 """Modules that get no adapters. The head does not match, so that an error can name it."""
 
-OPTIONS = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "use_dora",
-    "fan_in_fan_out",
-    "task_type",
-    "layers_to_transform",
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "trainable_token_indices",
-    "ensure_weight_tying",
-    "init_lora_weights",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "runtime_config",
-}
-"""Fields of a `LoraConfig` that may be set: they are trained as they say, and can be merged."""
-
 VALUES = {"init_lora_weights": (True, False, "gaussian"), "task_type": (None, "CAUSAL_LM")}
-"""The values that two of them may have.
+"""The values that two settings may have.
 
 Other values compute adapters from weights or data, or have another loss.
 """
@@ -78,7 +56,9 @@ def language_adapter(
         limited.target_modules = set(targets or linear_layers(model))
     excluded = _excluded_patterns(config)
     limited.exclude_modules = "|".join([ELSEWHERE, *excluded.values()])
-    with loading("The adapter of peft_config", remedy="Give one that PEFT can apply and merge."):
+    with refuse_unreadable(
+        "The adapter of peft_config", remedy="Give one that PEFT can apply and merge."
+    ):
         limited.modules_to_save = _modules_to_save(config, model, learning_rates) or None
         check_effect(limited, model, targets, excluded)
         put_on_meta(model, limited).merge_and_unload()
@@ -86,7 +66,7 @@ def language_adapter(
 
 
 def _check_supported(config: LoraConfig) -> None:
-    """Raises ValueError if a field is set that is not in `OPTIONS`, or to another of `VALUES`."""
+    """Raises ValueError if a field is set that is not supported, or to a value that is not."""
     refused = []
     for field, default in sorted(vars(LoraConfig()).items()):
         value = getattr(config, field)
@@ -95,7 +75,7 @@ def _check_supported(config: LoraConfig) -> None:
         elif field == "lora_alpha":  # 0 would make adapters without effect
             is_supported = bool(value)
         else:
-            is_supported = field in OPTIONS or value == default
+            is_supported = field in LORA_SETTINGS or value == default
         if not is_supported:
             refused.append(f"{field} {value!r}")
     if refused:

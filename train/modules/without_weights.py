@@ -8,6 +8,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...modeling_normalign_llava import decoder_quantization
 
 
 def model_without_weights(
@@ -41,11 +42,8 @@ def _quantize(model: PreTrainedModel, quantization: BitsAndBytesConfig, device_m
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
-    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
-
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or one on meta would be kept for all
-    quantization.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer = AutoHfQuantizer.from_config(decoder_quantization(quantization), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
