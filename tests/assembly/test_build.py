@@ -25,12 +25,12 @@ from normalign_llava.assembly.build import (
     retrofit_checkpoint,
 )
 from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.assembly.encoder import require_vision_config
 from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
     check_language_model,
-    require_vision_config,
 )
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import fetch_notices
@@ -382,7 +382,7 @@ def test_arms(folders, arm, norm):
     [
         ({"feature_layer": 9}, "feature_layer 9 does not exist. Hidden states are 0 to 3"),
         ({"select_strategy": "default"}, "drops the first token"),
-        ({"vision": "language"}, "'llama' model. .*siglip_vision_model"),
+        ({"vision": "language"}, "'llama' model, and it reads input_ids, not pixel_values"),
         ({"language": "vision"}, "'siglip_vision_model' model, not a causal language model"),
     ],
 )
@@ -522,15 +522,13 @@ def test_a_language_model_with_damaged_weights_is_refused(folders):
         build_checkpoint(vision, language, output)
 
 
-def test_an_encoder_with_other_features_than_placeholders_is_refused(tmp_path):
-    """The count of placeholders follows from the configuration, that of features from the model."""
+def test_the_count_of_tokens_follows_from_the_encoder_and_not_from_its_settings(tmp_path):
     vision = parts.vision(tmp_path / "vision", "dinov2")
     file = Path(vision, "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_register_tokens": 4}))
     language = parts.language(tmp_path / "language")
-    with pytest.raises(ValueError, match="An image has 8 image tokens in the prompt, and 8 and 4"):
-        build_checkpoint(vision, language, tmp_path / "built")
-    assert not (tmp_path / "built").exists()
+    report = build_checkpoint(vision, language, tmp_path / "built")
+    assert (report.tokens_per_image, report.prefix_tokens) == (4, 1)
 
 
 def test_hidden_states_that_exist_and_those_that_do_not():

@@ -9,7 +9,6 @@ from itertools import product
 import chat_families as families
 import numpy as np
 import pytest
-import tiny
 import tiny_parts
 import train_data
 from chat_families import END_OF_TURN, SMOLLM2, TEMPLATES, chat, marked, parts, render
@@ -19,9 +18,10 @@ from transformers import AddedToken, AutoProcessor, LlavaProcessor, PreTrainedTo
 
 from normalign_llava.assembly import chat_template
 from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.assembly.encoder import TokenLayout
 from normalign_llava.assembly.parts import set_chat_template
 from normalign_llava.assembly.processing import make_processor, settle, text_tokenizer
-from normalign_llava.checkpoint.opening import Checkpoint
+from normalign_llava.checkpoint.opening import Checkpoint, check_processor
 from normalign_llava.checkpoint.prompts import with_fixed_date
 from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.parse import parse_row
@@ -122,13 +122,15 @@ def test_a_template_whose_generation_prompt_alone_would_change_is_refused():
         multimodal_chat_template(odd)
 
 
+LAYOUT = TokenLayout(prefix=1, patches=4, patch_size=8, encoder="clip_vision_model")
+
+
 def built(folder, tokenizer, template):
     """The processor that `build` writes, loaded again."""
     tokenizer.chat_template = template
     set_chat_template(tokenizer, None)
     image_processor = tiny_parts.image_processor("clip")
-    vision = tiny.vision_config("clip")
-    make_processor(image_processor, tokenizer, vision).save_pretrained(folder)
+    make_processor(image_processor, tokenizer, LAYOUT, "default", 1).save_pretrained(folder)
     return AutoProcessor.from_pretrained(folder)
 
 
@@ -231,33 +233,33 @@ def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp
     )
 
 
-def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
-    made = {}
-    for kind, pad in (("siglip", None), ("clip", "<unk>")):
+def test_a_processor_has_a_pad_token_and_the_encoder_s_patches():
+    for pad, expected in ((None, "<|im_end|>"), ("<unk>", "<unk>")):
         tokenizer = tiny_parts.tokenizer()
         set_chat_template(tokenizer, None)
         tokenizer.pad_token = pad
-        how = tiny_parts.image_processor(kind), tokenizer, tiny.vision_config(kind)
-        made[kind] = make_processor(*how)
-    assert made["siglip"].tokenizer.pad_token == "<|im_end|>"
-    assert made["clip"].tokenizer.pad_token == "<unk>"
-    assert made["clip"].tokenizer.padding_side == "left"
-    crop = made["siglip"].image_processor.crop_size
-    assert {name: crop[name] for name in ("height", "width")} == {"height": 16, "width": 16}
-    strategies = [made[kind].vision_feature_select_strategy for kind in ("siglip", "clip")]
-    assert strategies == ["full", "default"] and made["clip"].patch_size == 8
-    assert make_processor(*how, "full").vision_feature_select_strategy == "full"
-    odd = tiny_parts.image_processor("siglip")
-    odd.size = {"shortest_edge": 16}
-    with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
-        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
-    odd.size = {"height": 16, "max_width": 24}
-    with pytest.raises(ValueError, match="has no height and width"):
-        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
-    high = tiny_parts.image_processor("siglip")
-    high.size = {"height": 16, "width": 24}
-    crop = make_processor(high, tokenizer, tiny.vision_config("siglip")).image_processor.crop_size
-    assert (crop["height"], crop["width"]) == (16, 24)
+        image_processor = tiny_parts.image_processor("clip")
+        made = make_processor(image_processor, tokenizer, LAYOUT, "default", 1)
+        assert made.tokenizer.pad_token == expected and made.tokenizer.padding_side == "left"
+        assert made.vision_feature_select_strategy == "default" and made.patch_size == 8
+
+
+@pytest.mark.parametrize(
+    "prefix, strategy, left_out, additional",
+    [(1, "default", 1, 1), (5, "default", 5, 1), (5, "default", 1, 5), (5, "full", 5, 5)]
+    + [(0, "full", 1, 0)],
+)
+def test_a_processor_counts_the_tokens_that_stay(prefix, strategy, left_out, additional):
+    tokenizer = tiny_parts.tokenizer()
+    set_chat_template(tokenizer, None)
+    layout = TokenLayout(prefix, 4, 8, "dinov3_vit")
+    image_processor = tiny_parts.image_processor("clip")
+    made = make_processor(image_processor, tokenizer, layout, strategy, left_out)
+    assert made.num_additional_image_tokens == additional
+    kept = 4 + prefix
+    if strategy == "default":
+        kept -= left_out
+    assert check_processor(made) == kept
 
 
 def processor_of(tokenizer, template):
@@ -307,9 +309,8 @@ def test_a_tokenizer_that_drops_unknown_letters_is_refused():
     tokenizer.backend_tokenizer.model = type(tokenizer.backend_tokenizer.model)(
         vocab=tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False), merges=[]
     )
-    how = tiny_parts.image_processor("clip"), tokenizer, tiny.vision_config("clip")
     with pytest.raises(ValueError, match="drops letters.*unk_token"):
-        make_processor(*how)
+        make_processor(tiny_parts.image_processor("clip"), tokenizer, LAYOUT, "default", 1)
 
 
 def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):

@@ -24,7 +24,7 @@ ENCODERS = {
     "registers": lambda: AutoModel.from_config(REGISTERS),
     "vit": lambda: transformers.ViTModel(VIT, add_pooling_layer=False),
 }
-FEATURES = {**dict.fromkeys(ENCODERS, 4), "registers": 8}  # 2 x 2 patches, 4 registers
+FEATURES = dict.fromkeys(ENCODERS, 4)  # 2 x 2 patches
 
 
 def image_processor(kind):
