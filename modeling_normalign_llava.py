@@ -376,7 +376,8 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         def require_grads(module, args, output):
             is_text = module is text_embeddings
             if is_text or any(parameter.requires_grad for parameter in tower.parameters()):
-                output.requires_grad_(True)
+                embedded = output[0] if isinstance(output, tuple) else output  # data2vec's
+                embedded.requires_grad_(True)
 
         self._require_grads_hooks = []
         for embeddings in self.embeddings_of_parts():

@@ -101,7 +101,10 @@ def _fault_of_settings(config: PreTrainedConfig) -> str | None:
     """Returns why the configuration of an encoder does not fit, or None."""
     for setting in ("hidden_size", "num_hidden_layers"):
         if not isinstance(getattr(config, setting, None), int):
-            return f"its configuration has no {setting}, which LLaVA reads"
+            return (
+                f"its configuration has no {setting}: LLaVA needs layers whose hidden states have "
+                "one shape (B, prefix + patches, d)"
+            )
     patch_size = getattr(config, "patch_size", None)
     if _side(patch_size) is None:
         return f"its patch_size is {patch_size!r}, not one whole number: its patches are no squares"
@@ -230,11 +233,11 @@ def _fault_of_order(embeddings: Tensor, patches: int, marked_patch: int) -> str 
             f"{sum(has_moved)} of its {len(first)} tokens follow the pixels, and these are not the "
             "last ones, one for each patch"
         )
-    moved_patch = int(distances.argmax()) - prefix
-    if moved_patch != marked_patch:
+    patch_distances = distances[prefix:]
+    if patch_distances[marked_patch] < 2 * patch_distances.median() and patches > 1:
         return (
-            f"pixels of patch {marked_patch} change token {moved_patch} behind the prefix most: "
-            "its tokens are not in the order of a grid"
+            f"other pixels in patch {marked_patch} do not change the token that should be this "
+            "patch more than others: its tokens are not in the order of a grid"
         )
     return None
 
