@@ -1,6 +1,9 @@
 """Vision encoders of every kind: built, trained, saved, reloaded elsewhere. Others are refused."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -10,13 +13,14 @@ import torch
 import training
 import transformers
 from PIL import Image
-from remote_code import run_blocked
+from remote_code import BLOCK
 from tiny_encoders import ENCODERS, SIZES, SQUARE
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.encoder import require_vision_config, token_layout
 from normalign_llava.assembly.image_processing import fix_size, plain_image_processor
+from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.opening import check_processor, open_checkpoint
 from normalign_llava.diagnose.measure.probe import probe
 
@@ -25,15 +29,14 @@ pytestmark = pytest.mark.slow
 
 PATCHES = 4  # 2 x 2 in images of 16 pixels
 PICTURE = Image.linear_gradient("L").convert("RGB")
+QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
 SEVERAL = "RADIO"  # with the most tokens before its patches
 IN_MAKE_TEST = ("MetaCLIP 2", "DeiT", "DINOv3", "I-JEPA", "InternViT", "data2vec", SEVERAL)
 
 
 def ask(processor):
     """The inputs of a question about a picture."""
-    question = [{"type": "image"}, {"type": "text", "text": "what"}]
-    messages = [{"role": "user", "content": question}]
-    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    text = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
     return processor(images=[PICTURE], text=text, return_tensors="pt")
 
 
@@ -77,26 +80,54 @@ def test_the_patches_are_selected_and_what_is_before_them_is_not(tmp_path, name)
 
 
 STRANGER = """
-import json, torch
+import json, torch, traceback
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
-folder, question = sys.argv[1:3]
-processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
-picture = Image.linear_gradient("L").convert("RGB")
-text = processor.apply_chat_template(json.loads(question), add_generation_prompt=True)
-inputs = processor(images=[picture], text=text, return_tensors="pt")
-with torch.no_grad():
-    logits = model(**inputs).logits[0, -1].tolist()
-ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
-counted = processor._get_num_multimodal_tokens([(256, 256)])["num_image_tokens"]
-print(json.dumps([type(model).__module__.split(".")[0], logits, ids, counted]))
+
+def answer(folder, messages):
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+    picture = Image.linear_gradient("L").convert("RGB")
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(images=[picture], text=text, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -1].tolist()
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+    counted = processor._get_num_multimodal_tokens([(256, 256)])["num_image_tokens"]
+    return type(model).__module__.split(".")[0], logits, ids, counted
+
+for line in sys.stdin:
+    try:
+        answered = answer(*json.loads(line))
+    except Exception:
+        answered = traceback.format_exc()
+    print("answer:", json.dumps(answered), flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """Asks a process that cannot import the package about a checkpoint."""
+    home = tmp_path_factory.mktemp("stranger")
+    environment = {**os.environ, "HF_HOME": str(home / "home"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", BLOCK + STRANGER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, **pipes, env=environment, cwd=home)
+
+    def answer(folder):
+        process.stdin.write(json.dumps([str(folder), QUESTION]) + "\n")
+        process.stdin.flush()
+        line = next(line for line in process.stdout if line.startswith("answer: "))
+        return json.loads(line.removeprefix("answer: "))
+
+    yield answer
+    process.stdin.close()
+    process.wait()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_is_built_and_trained_and_a_stranger_generates_the_same(tmp_path, name):
+def test_an_encoder_is_built_and_trained_and_a_stranger_answers_the_same(tmp_path, stranger, name):
     report = build(tmp_path, name)
     assert (report.prefix_tokens, report.tokens_per_image) == (ENCODERS[name].prefix, PATCHES)
     assert_features(tmp_path / "built", name)
@@ -107,21 +138,14 @@ def test_an_encoder_is_built_and_trained_and_a_stranger_generates_the_same(tmp_p
     moved = training.moved(before, trainer.model)
     assert any("patch" in parameter for parameter in moved)  # the encoder's first layer
     trainer.save_model()
-    assert_stranger_agrees(tmp_path, trainer.model.eval())
-
-
-def assert_stranger_agrees(tmp_path, model):
-    processor = AutoProcessor.from_pretrained(tmp_path / "trained")
-    inputs = ask(processor)
-    question = [{"type": "image"}, {"type": "text", "text": "what"}]
-    messages = json.dumps([{"role": "user", "content": question}])
-    module, logits, ids, counted = run_blocked(tmp_path, STRANGER, tmp_path / "trained", messages)
+    module, logits, ids, counted = stranger(tmp_path / "trained")
     assert module == "transformers_modules" and counted == [PATCHES]
+    inputs = ask(AutoProcessor.from_pretrained(tmp_path / "trained"))
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
-    for one in (model, again):
+    for model in (trainer.model.eval(), again):
         with torch.no_grad():
-            torch.testing.assert_close(torch.tensor(logits), one(**inputs).logits[0, -1])
-        assert one.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist() == ids
+            torch.testing.assert_close(model(**inputs).logits[0, -1], torch.tensor(logits))
+        assert model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist() == ids
 
 
 def test_all_tokens_are_kept_if_asked(tmp_path):
@@ -196,6 +220,30 @@ def test_diagnose_measures_the_patches_that_the_projector_reads(tmp_path):
     assert interface.projector_input.count == interface.visual.count == PATCHES
     assert interface.projector_input.mean == pytest.approx(norms.mean().item(), rel=1e-6)
     assert interface.encoder_output.count == ENCODERS[SEVERAL].prefix + PATCHES
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["DINOv3", SEVERAL])
+def test_an_adapter_on_four_bits_is_estimated_trained_and_merged(tmp_path, name):
+    """DINOv3's names would change again if the renaming of older files were applied to them."""
+    build(tmp_path, name)
+    options = {"use_peft": True, "load_in_4bit": True, "max_steps": 1}
+    shapes = training.trainer(tmp_path / "dry", tmp_path / "built", dry_run=True, **options)
+    trainer = training.trainer(tmp_path / "adapter", tmp_path / "built", **options)
+    assert trainer.estimate_memory().parts == shapes.estimate_memory().parts
+    quantized = set()
+    for module_path, module in trainer.model.named_modules():
+        if type(module).__name__ == "Linear4bit":
+            quantized.add("language_model" in module_path)
+    assert quantized == {True}
+    trainer.train()
+    trainer.save_model()
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "built"))
+    encoder = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").model.vision_tower
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert merged.config.vision_prefix_tokens == ENCODERS[name].prefix
+    training.assert_equal(merged.model.vision_tower.state_dict(), encoder.state_dict())
+    assert check_processor(AutoProcessor.from_pretrained(tmp_path / "merged"), merged) == PATCHES
 
 
 def saved(folder, config):
