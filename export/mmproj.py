@@ -16,7 +16,10 @@ from .tower import read_vision_parts, sample_features, tower_tensors
 
 
 LARGEST_DIFFERENCE = 0.01
-"""Of visual tokens, over their largest number. GELU with tanh alone makes some 1e-4."""
+"""Largest allowed difference of visual tokens, over their largest number.
+
+That GELU is computed with tanh makes some 1e-4.
+"""
 
 _FILE_TYPES = {
     torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),

@@ -3,8 +3,7 @@
 
 llama.cpp has two projectors with two linear layers. Without `mm.3`, it computes Linear, GELU,
 Linear: the arm `none`. With `mm.3`, it computes Linear, LayerNorm, GELU, Linear, LayerNorm. That is
-one LayerNorm more than ours, and this module chooses weights with which the first one changes
-nothing.
+one LayerNorm more than ours. This module chooses weights that make the first one change nothing.
 
 Let h = W1 x + b1 have n units, let `tower_eps` be the epsilon that llama.cpp uses for every norm of
 the file, and let C be a constant far above |h|. The first linear layer then gives N = 2n + 2 units:
@@ -39,8 +38,8 @@ class Projector:
         bias_1: `(n,)`.
         weight_2: `(d, n)`.
         bias_2: `(d,)`.
-        gain: The norm's gain `(d,)`; None without a norm.
-        norm_bias: The norm's bias `(d,)`; None without a norm.
+        gain: The norm's gain `(d,)`, or None without a norm.
+        norm_bias: The norm's bias `(d,)`, or None without a norm.
         eps: The norm's epsilon.
     """
 

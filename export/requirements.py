@@ -66,7 +66,7 @@ def _tower_problem(config: PreTrainedConfig) -> str | None:
             f"its vision encoder ({kind}) has a class token. llama.cpp computes such encoders "
             "wrongly for LLaVA: it puts the class token behind the patches, where position "
             "embeddings take it to be before them, and drops the first patch in its place. Train "
-            "with SigLIP, which has none."
+            "with SigLIP: it has no class token."
         )
     if kind != "siglip_vision_model":
         return f"llama.cpp's LLaVA has no vision encoder of type {kind}. Train with SigLIP."

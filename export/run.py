@@ -77,7 +77,7 @@ def export_gguf(
     Args:
         model: A checkpoint's folder or Hub id, or an adapter's folder.
         output: Folder to create, or an empty one. It is written as a whole or not at all.
-        name: Name of the files; by default the model's folder or repository.
+        name: Name of the files. By default it is the name of the model's folder or repository.
         dtype: Dtype of the vision encoder's matrices: float16, bfloat16 or float32.
         llama_cpp: Folder of llama.cpp's sources. Without it, the language model is not written, and
             `next_commands` begin with the command that writes it.
@@ -134,7 +134,7 @@ def _open_to_export(model: str | os.PathLike, base: str | None, merged_folder: P
     """Opens a checkpoint that llama.cpp can compute. An adapter is merged to `merged_folder`.
 
     Raises:
-        ValueError: There is no such model, or llama.cpp cannot compute it.
+        ValueError: The model does not exist, or llama.cpp cannot compute it.
     """
     source = Path(os.path.expanduser(model))
     if not (source / ADAPTER_CONFIG).is_file():

@@ -16,7 +16,7 @@ _READ_BY_SCRIPT = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
 def find_script(llama_cpp: Path) -> Path:
-    """Returns llama.cpp's script; raises ValueError if the folder has none."""
+    """Returns llama.cpp's script. Raises ValueError if the folder has none."""
     script = llama_cpp / SCRIPT
     if not script.is_file():
         raise ValueError(

@@ -22,6 +22,8 @@ from ..diagnose.report import REPORT, SCHEMA_VERSION
 DIAGNOSTICS = "diagnostics"
 NOTICES = ("notices/vision", "notices/language")
 """Folders of the licences and notices that came with the parts."""
+GGUF = "gguf"
+"""Folder in a checkpoint that `normalign export` may write to."""
 _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
 
 
@@ -33,6 +35,11 @@ def notices(folder: Path) -> list[str]:
             if file.is_file():
                 notice_paths.append(f"{notice_folder}/{file.name}")
     return sorted(notice_paths)
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Returns the GGUF files in a checkpoint folder, and in its folder `gguf`."""
+    return sorted([*folder.glob("*.gguf"), *folder.glob(f"{GGUF}/*.gguf")])
 
 
 def read_public_report(folder: Path) -> dict[str, Any]:

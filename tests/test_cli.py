@@ -91,7 +91,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("nonsense",): "No such command",
         ("build", "--output", "x", "--from-llava", "a", "--vision", "b"): "leave out --vision",
         ("build", "--output", "x", "--feature-layer", "last"): "value for '--feature-layer'",
-        ("train", "none"): "no file none, and none of that name in the package: align-llama",
+        ("train", "none"): "The file none does not exist. The package has align-llama",
         ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",
         ("train", "lora", "--model_name_or_path", ""): "to train: --model_name_or_path FOLDER",
         ("demo", "adapter"): "adapter is an adapter. Merge it first",

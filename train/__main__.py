@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m normalign_llava.train`, which `accelerate launch` starts, is `normalign train`."""
+"""`accelerate launch` starts this as `python -m normalign_llava.train`. It is `normalign train`."""
 
 import sys
 

@@ -16,7 +16,14 @@ from ..assembly.processing import settle
 from ..checkpoint.untrusted import refuse_unreadable
 from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import decode_image
-from ..data.rows.parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
+from ..data.rows.parse import (
+    BadRow,
+    DroppedRow,
+    DroppedRows,
+    ParsedRow,
+    control_tokens,
+    parse_row,
+)
 from .keeping.skipped import SkippedRows
 
 
@@ -25,7 +32,7 @@ _PROBE = [
     {"role": "assistant", "content": [{"type": "text", "text": "A red kite."}]},
 ]
 _IGNORED = -100
-_PARSED = {"images", "messages", "learned", "source", "row"}  # columns that tell a parsed row
+_PARSED = {"images", "messages", "learned", "source", "row"}  # columns of every parsed row
 
 
 @dataclass
@@ -33,20 +40,25 @@ class ConversationCollator:
     """Opens the images of parsed rows, and labels the answers with their end-of-turn tokens.
 
     White space after the end-of-turn token is not labelled, nor are answers that are not `learned`.
-    A batch without images has no `pixel_values`. A row with a bad image that is skipped stays in
-    the batch, on whose shape other processes rely, with a white image and without labels.
+    A batch without images has no `pixel_values`. A skipped row with a bad image stays in the batch,
+    because other processes rely on its shape. It has a white image and no labels.
 
-    Otherwise the tensors are those of TRL's `DataCollatorForVisionLanguageModeling`. Image tokens
-    are repeated after the answers are labelled: in the text, hundreds would be tokenized.
+    Otherwise the tensors are as in TRL's `DataCollatorForVisionLanguageModeling`. Image tokens are
+    repeated after the answers are labelled: in the text, hundreds would be tokenized.
 
     Args:
         processor: Its chat template must have generation marks. It is settled, see [`settle`].
-        pad_to_multiple_of, padding_free: As in `SFTConfig`; for the latter see [`without_padding`].
+        pad_to_multiple_of: As in `SFTConfig`.
         bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in
             `dropped_rows`, a share or None skips `skippable` rows, see [`prepare_rows`].
+        dropped_rows: The file of rows that were skipped.
+        padding_free: As in `SFTConfig`: see [`without_padding`].
         skippable: Different rows that all epochs, processes and their workers together may skip.
-        share: Of a stream, the share of the rows read so far that may be skipped, if that is more.
+        share: For a stream, the share of the rows read so far that may be skipped, if it is more.
         skipped_rows: Where these rows are counted. By default, copies of this collator share them.
+
+    Raises:
+        ValueError: The chat template or the processor cannot be used.
     """
 
     processor: LlavaProcessor
@@ -70,20 +82,26 @@ class ConversationCollator:
                 "Build the checkpoint with `normalign build --chat-template FILE`."
             )
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Ids, mask and labels `(rows, tokens)`, padded on the right, and `pixel_values`.
+    def __call__(self, examples: list[ParsedRow]) -> dict[str, Tensor]:
+        """Returns ids, mask and labels `(rows, tokens)`, padded on the right, and `pixel_values`.
 
-        Rows may have any form of docs/data.md, also with PIL images; those that the trainer gives
-        are parsed. Raises ValueError for a row that cannot be trained on.
+        Rows may have any form of docs/data.md, also with PIL images. The trainer's are parsed.
+
+        Raises:
+            BadRow: A row cannot be trained on. It is a ValueError.
         """
         examples = [self._parsed(example, number) for number, example in enumerate(examples)]
         if self.share:
-            self._count_rows(examples)
-        all_images: list[Image.Image] = []
-        all_ids: list[Tensor] = []
-        all_labels: list[Tensor] = []
+            # Rows are numbered, and every process reads the stream in the same order and takes its
+            # part. So the highest number shows how many rows all of them have read, in any epoch.
+            for example in examples:
+                last_row = self._last_rows.get(example["source"], 0)
+                self._last_rows[example["source"]] = max(example["row"], last_row)
+        all_images = []
+        all_ids = []
+        all_labels = []
         for example, (ids, labels) in zip(examples, self._encoded(examples), strict=True):
-            images, has_bad_image = self._images(example)
+            images, has_bad_image = self._opened_images(example)
             self._remove_labels(labels, example, has_bad_image)
             all_images += images
             all_ids.append(self._with_image_tokens(ids, ids))
@@ -101,14 +119,14 @@ class ConversationCollator:
         return batch
 
     def _with_image_tokens(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Returns a row's values with those of an image token repeated for each of its patches."""
+        """Returns a row's values, with an image token's value repeated for each of its patches."""
         # Threads of torch's repeat_interleave would spin while the next images are decoded.
         is_image = ids.numpy() == self.processor.image_token_id
         counts = np.where(is_image, self._tokens_per_image, 1)
         return torch.from_numpy(np.repeat(values.numpy(), counts))
 
-    def _parsed(self, example: dict[str, Any], number: int) -> dict[str, Any]:
-        """A row in parsed form; `number` is its place in the batch, for errors."""
+    def _parsed(self, example: dict[str, Any], number: int) -> ParsedRow:
+        """Returns a row in parsed form. Errors name its `number` in the batch."""
         if example.keys() >= _PARSED:
             return example
         name = "a row given to the collator"
@@ -120,8 +138,8 @@ class ConversationCollator:
             raise BadRow(f"{name}, row {number} of its batch: {error}") from error
         return {**row, "source": name, "row": number}
 
-    def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-        """Token ids and labels of each row, `(T,)`, with one image token for each image."""
+    def _encoded(self, examples: list[ParsedRow]) -> list[tuple[Tensor, Tensor]]:
+        """Returns ids and labels `(T,)` of each row, with one image token for each image."""
         encoded = self.processor.tokenizer.apply_chat_template(
             [_messages(example) for example in examples],
             chat_template=self.processor.chat_template,
@@ -135,8 +153,11 @@ class ConversationCollator:
             rows.append((ids, torch.where(torch.tensor(mask) == 1, ids, _IGNORED)))
         return rows
 
-    def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
-        """The row's images, white in place of bad ones, and whether there was a bad one."""
+    def _opened_images(self, example: ParsedRow) -> tuple[list[Image.Image], bool]:
+        """Opens the row's images. Returns them, white for bad ones, and whether one was bad.
+
+        Raises BadRow if more rows are bad than may be skipped.
+        """
         images = []
         has_bad_image = False
         for image in example["images"]:
@@ -144,40 +165,31 @@ class ConversationCollator:
                 images.append(decode_image(image))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
-                too_many = self._too_many(dropped)
-                if too_many:
-                    raise BadRow(f"{dropped}. {too_many}") from error
+                self._require_skippable(dropped, error)
                 if self.dropped_rows and not has_bad_image:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))
                 has_bad_image = True
         return images, has_bad_image
 
-    def _count_rows(self, examples: list[dict[str, Any]]) -> None:
-        """Takes note of how far a stream was read.
-
-        Rows are numbered, and every process reads the stream in the same order and takes its part,
-        so the highest number tells how many different rows all of them read, in any epoch.
-        """
-        for example in examples:
-            source = example["source"]
-            self._last_rows[source] = max(example["row"], self._last_rows.get(source, 0))
-
-    def _too_many(self, dropped: DroppedRow) -> str | None:
-        """Counts a row with a bad image; what to do if more are bad than allowed, or None."""
+    def _require_skippable(self, dropped: DroppedRow, error: ValueError) -> None:
+        """Counts a row with a bad image. Raises BadRow if more are bad than may be skipped."""
         if self.bad_rows == "skip":
-            return None
-        rows_read = sum(last + 1 for last in self._last_rows.values())
+            return
+        rows_read = sum(last_row + 1 for last_row in self._last_rows.values())
         allowed = max(self.skippable, self.share * rows_read)
         count = self.skipped_rows.add(dropped.source, dropped.row, allowed)
-        if count is None:
-            return None
-        met = f"Training met {count:,} bad row(s), and {int(allowed):,} may be skipped."
-        return f"{met} Fix it, or use `normalign train --bad_rows skip`."
+        if count is not None:
+            raise BadRow(
+                f"{dropped}. Training met {count:,} bad row(s), and {int(allowed):,} may be "
+                "skipped. Fix it, or use `normalign train --bad_rows skip`."
+            ) from error
 
-    def _remove_labels(self, labels: Tensor, example: dict[str, Any], has_bad_image: bool) -> None:
+    def _remove_labels(self, labels: Tensor, example: ParsedRow, has_bad_image: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""
-        spans = spans_of_labels(labels)
+        is_label = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int()
+        edges = is_label.diff().nonzero().flatten().tolist()
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
         learned = example["learned"]
         if all(learned):
             learned = [True] * len(spans)  # however many a template marks
@@ -197,21 +209,14 @@ class ConversationCollator:
             labels[end:stop] = _IGNORED
 
 
-def spans_of_labels(labels: Tensor) -> list[tuple[int, int]]:
-    """Returns where the spans of labels in a row `(T,)` start and stop."""
-    is_label = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int()
-    edges = is_label.diff().nonzero().flatten().tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
 def blank_image(processor: LlavaProcessor) -> Tensor:
-    """Zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
-    image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
-    return torch.zeros_like(image["pixel_values"])
+    """Returns zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
+    processed = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+    return torch.zeros_like(processed["pixel_values"])
 
 
-def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages, without the empty texts that Arrow gives image parts."""
+def _messages(example: ParsedRow) -> list[dict[str, Any]]:
+    """Returns the messages, without the empty texts that Arrow gives image parts."""
     messages = []
     for message in example["messages"]:
         content = []
@@ -224,25 +229,25 @@ def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    """A padded batch of B rows as one sequence of their N tokens, kept apart by their position ids.
+    """Joins a padded batch of B rows into one sequence of N tokens. Position ids keep rows apart.
 
     transformers builds the mask of such a sequence, for every implementation of attention, from
     position ids that start again, without an attention mask and a cache. `input_ids`, `labels` and
     `position_ids` are `(1, N)`. A row's first label is masked: the token before is another row's.
     """
-    real = batch.pop("attention_mask").bool()
-    batch["labels"][torch.arange(len(real)), real.int().argmax(1)] = _IGNORED
-    positions = real.long().cumsum(1) - 1
+    is_real = batch.pop("attention_mask").bool()
+    batch["labels"][torch.arange(len(is_real)), is_real.int().argmax(1)] = _IGNORED
+    positions = is_real.long().cumsum(1) - 1
     sequence = {
-        "input_ids": batch.pop("input_ids")[real][None],
-        "labels": batch.pop("labels")[real][None],
-        "position_ids": positions[real][None],
+        "input_ids": batch.pop("input_ids")[is_real][None],
+        "labels": batch.pop("labels")[is_real][None],
+        "position_ids": positions[is_real][None],
     }
     return {**sequence, **batch}
 
 
 def count_rows_with_labels(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Numbers of rows with labels, and of rows without, in a batch with or without padding."""
+    """Returns how many rows of a batch have labels, and how many have none."""
     is_label = batch["labels"] != _IGNORED
     if "attention_mask" not in batch and "position_ids" in batch:
         starts = batch["position_ids"][0] == 0

@@ -30,8 +30,11 @@ CONFIGS = Path(__file__).parent / "accelerate_configs"
 USAGE = "normalign train RECIPE [--option value ...]"
 NO_MODEL = "Check the path, or make it with `normalign build` or the stage before."
 
-PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
-PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
+PACKAGES = {
+    "load_in_4bit": ("bitsandbytes", "qlora"),
+    "load_in_8bit": ("bitsandbytes", "qlora"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+}
 """Options that need a package, and the extra that has it."""
 
 OFF = ("none", "false", "no", "off", "f", "n", "0")
@@ -57,21 +60,21 @@ REPLACED: dict[str, tuple[str, ...]] = {
 """Options whose new value on the command line leaves others of the recipe without their own."""
 
 REFUSED = "Refused: "
-"""How the help of an option begins that would do nothing here, or harm; the reason follows."""
+"""The help of a refused option begins with it. The reason follows."""
 
 
 def flag(help: str) -> Any:
-    """A field that is true, false, or by default decided later."""
+    """Returns a field that is true, false, or by default decided later."""
     return option(None, help, nargs="?", const=True)
 
 
 def refused(default: Any, reason: str) -> Any:
-    """A field whose value must be its default."""
+    """Returns a field whose value must be its default."""
     return option(default, f"{REFUSED}{reason}.")
 
 
 PACKING = "packing divides the rows of a step and cuts none; evaluation has no padding with it"
-PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
+PRECISION = "it would round the gain, a float32; evaluation has the precision of training"
 ANSWERS = "use `normalign ask` on a checkpoint, or `normalign evaluate CHECKPOINT --data DATA`"
 LIGER = "Liger has no kernels for this architecture"
 PUSHES = "the result is published once, at the end; `normalign publish` sends a checkpoint"
@@ -117,7 +120,9 @@ class TrainingOptions:
     max_length: int | None = option(
         2048, "Rows with more tokens, image tokens included, are dropped and counted."
     )
-    use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
+    use_cpu: bool | None = flag(
+        "Whether to train on the CPU. Default: only without an accelerator."
+    )
     dataset_num_proc: int | None = option(None, "Processes that check rows. Default: one per core.")
     dataloader_num_workers: int | None = option(
         None, "Processes that read batches. Default: up to 8, on a CPU none."
@@ -129,8 +134,8 @@ class TrainingOptions:
     packing: bool = option(
         False, "Put the rows of a step into as few unpadded passes as hold max_length tokens."
     )
-    probe_steps: list[int] | None = option(None, "Steps at which to record cosines (figure 5).")
-    probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
+    probe_steps: list[int] | None = option(None, "Steps that record cosines (figure 5).")
+    probe_rows: int = option(4, "Rows in the batch that cosines are measured on.")
     sample_count: int | None = option(
         None, "Held-out rows that are answered at each evaluation, in samples.jsonl. Default: 4."
     )
@@ -162,7 +167,7 @@ class TrainingOptions:
     auto_find_batch_size: bool = refused(False, "lower per_device_train_batch_size instead")
     bf16_full_eval: bool = refused(False, PRECISION)
     chat_template_path: str | None = refused(None, "set it by `normalign build --chat-template`")
-    completion_only_loss: bool | None = refused(None, "the loss is on the answers alone")
+    completion_only_loss: bool | None = refused(None, "the loss is on the answers anyway")
     dataset_text_field: str = refused("text", "rows are conversations, known by their columns")
     do_predict: bool = refused(False, ANSWERS)
     eval_packing: bool | None = refused(None, PACKING)
@@ -208,23 +213,22 @@ class ModelOptions:
 
 
 def names_in(text: str) -> list[str]:
-    """The names in a text such as "q_proj,v_proj"; none in a pattern."""
+    """Returns the names in a text such as "q_proj,v_proj", but none for a pattern."""
     names = re.split(r"[,\s]+", text.strip())
-    for name in names:
-        if not re.fullmatch(r"[\w.]+", name):
-            return []
-    return names
+    if all(re.fullmatch(r"[\w.]+", name) for name in names):
+        return names
+    return []
 
 
 def check_refused(options: Any) -> None:
     """Raises ValueError, with the reason, if a refused option is neither None nor its default."""
     for field in fields(options):
         value = getattr(options, field.name)
-        if value is False and field.default == "no":  # which TRL takes for it
+        if value is False and field.default == "no":  # TRL takes it for "no"
             value = "no"
-        text = field.metadata.get("help", "")
-        if text.startswith(REFUSED) and value not in (None, field.default):
-            reason = text.removeprefix(REFUSED)
+        help_text = field.metadata.get("help", "")
+        if help_text.startswith(REFUSED) and value not in (None, field.default):
+            reason = help_text.removeprefix(REFUSED)
             raise ValueError(f"{field.name} cannot be used here: {reason} Leave it out.")
 
 
@@ -244,10 +248,10 @@ SHOWN = {
 
 def show_help() -> None:
     """Prints the usage, the package's recipes and `SHOWN`."""
-    known = (*fields(DataArguments), *fields(TrainingOptions), *fields(ModelOptions))
-    texts = {field.name: field.metadata["help"] for field in known}
-    texts["accelerate_config"] = "ddp, fsdp2, zero2, zero3, or a file that accelerate reads."
-    texts["num_processes"] = "How many, one for each GPU. Default: what the file says."
+    known_fields = (*fields(DataArguments), *fields(TrainingOptions), *fields(ModelOptions))
+    help_texts = {field.name: field.metadata["help"] for field in known_fields}
+    help_texts["accelerate_config"] = "ddp, fsdp2, zero2, zero3, or a file that accelerate reads."
+    help_texts["num_processes"] = "How many, one for each GPU. Default: what the file says."
     console = Console(highlight=False)
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
@@ -258,48 +262,58 @@ def show_help() -> None:
     for group, names in SHOWN.items():
         table.add_row(f"[bold]{group}[/]")
         for name in names:
-            table.add_row(f"  --{name}", texts[name])
+            table.add_row(f"  --{name}", help_texts[name])
     console.print(table, "\n`normalign train --help-all` lists all options, TRL's among them.")
 
 
 def check_names(words: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Raises ValueError if options have their names in other tools, with the names here."""
-    names = []
-    for word in words:
-        if word.startswith("--"):
-            names.append(word.removeprefix("--").partition("=")[0])
-    names += recipe
-    options = dict.fromkeys(name.replace("-", "_") for name in names)
-    answers = [answer_for(option) for option in options if option in ELSEWHERE]
+    """Raises ValueError if an option has its name in another tool. It says the name here."""
+    options = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    answers = []
+    for name in [*options, *recipe]:
+        with_underscores = name.replace("-", "_")
+        if with_underscores in ELSEWHERE:
+            answers.append(answer_for(with_underscores))
     if answers:
-        raise ValueError(" ".join(answers))
+        raise ValueError(" ".join(dict.fromkeys(answers)))
 
 
 def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """The recipe without options that the command line leaves without effect, as [`OVERRULED`]."""
-    given = values_in(words, [*OVERRULED, *REPLACED])
-    prefixes: list[str] = []
-    for name, dependent in OVERRULED.items():
-        if name in given and given[name].lower() in OFF:
-            prefixes += dependent
-    for name, dependent in REPLACED.items():
-        if name in given and given[name] != str(recipe.get(name)):
-            prefixes += dependent
-    return {name: recipe[name] for name in recipe if not name.startswith(tuple(prefixes))}
+    """Returns the recipe without options that the command line leaves without effect.
+
+    They are in `OVERRULED` and `REPLACED`.
+    """
+    prefixes: tuple[str, ...] = ()
+    for name, value in values_in(words, [*OVERRULED, *REPLACED]).items():
+        if name in OVERRULED and value.lower() in OFF:
+            prefixes += OVERRULED[name]
+        if name in REPLACED and value != str(recipe.get(name)):
+            prefixes += REPLACED[name]
+    return {name: recipe[name] for name in recipe if not name.startswith(prefixes)}
 
 
 def values_in(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Returns the values that a command line gives for some options; "true" for one without any."""
+    """Returns the values of some options on a command line. One without a value is "true"."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        with_hyphens = name.replace("_", "-")
-        parser.add_argument(f"--{name}", f"--{with_hyphens}", nargs="?", const="true")
-    known, _ = parser.parse_known_args(words)
-    return {name: value for name, value in vars(known).items() if value is not None}
+    for option_name in names:
+        with_hyphens = option_name.replace("_", "-")
+        parser.add_argument(f"--{option_name}", f"--{with_hyphens}", nargs="?", const="true")
+    known_options, _ = parser.parse_known_args(words)
+    return {
+        option_name: value
+        for option_name, value in vars(known_options).items()
+        if value is not None
+    }
 
 
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The options of a command line, and of its recipe: the first word, or the file of --config."""
+    """Returns the options of a command line, and reads the options of its recipe.
+
+    The recipe is the first word, or the file of --config.
+
+    Raises:
+        ValueError: The recipe does not exist, or is not a mapping in YAML.
+    """
     options = list(words)
     if options and not options[0].startswith("-"):
         recipe = options.pop(0)
@@ -313,16 +327,20 @@ def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
-    """The file of a recipe: that path, or the file of that name in a `folder` of the package."""
+    """Returns the file of a recipe: that path, or the file of that name in a `folder`.
+
+    Raises:
+        ValueError: Neither exists.
+    """
     for file in (Path(recipe).expanduser(), folder / f"{recipe}.yaml"):
         if file.is_file():
             return file
     known = names_of_files(folder)
-    raise ValueError(f"There is no file {recipe}, and none of that name in the package: {known}.")
+    raise ValueError(f"The file {recipe} does not exist. The package has {known}.")
 
 
 def names_of_files(folder: Path) -> str:
-    """The names by which [`recipe_file`] finds the files in a folder."""
+    """Returns the names that [`recipe_file`] knows in a folder."""
     return ", ".join(sorted(file.stem for file in folder.iterdir()))
 
 
@@ -331,16 +349,16 @@ class Texts(yaml.SafeLoader):
 
 
 class Values(yaml.SafeLoader):
-    """Reads YAML with numbers such as 5e-1, which YAML 1.1 takes for text, and without dates."""
+    """Reads YAML without dates, and with numbers such as 5e-1. YAML 1.1 takes those for text."""
 
 
 def _resolvers(*kinds: str) -> dict[str, list]:
-    """Those of YAML 1.1 for some kinds of scalars."""
+    """Returns the resolvers of YAML 1.1 for some kinds of scalars."""
     tags = {f"tag:yaml.org,2002:{kind}" for kind in kinds}
-    known = yaml.SafeLoader.yaml_implicit_resolvers
+    known_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
     return {
         first: [(tag, pattern) for tag, pattern in patterns if tag in tags]
-        for first, patterns in known.items()
+        for first, patterns in known_resolvers.items()
     }
 
 
@@ -362,73 +380,86 @@ Values.add_implicit_resolver(
 )
 
 AS_WRITTEN = ("datasets", "columns", "env")
-"""Options that hold names and paths, in which no text is a number or means yes or no."""
+"""Options with names and paths. Texts in them are never numbers, yes or no."""
 
 
-def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
-    """The options that a recipe sets, with numbers and booleans where they look like such.
+def read_recipe(file: str | os.PathLike, loader: type[yaml.SafeLoader] = Values) -> dict[str, Any]:
+    """Reads the options that a recipe sets, with numbers and booleans where they look like such.
 
-    Raises ValueError if it is not YAML, or not a mapping.
+    Raises:
+        ValueError: The file is not YAML, or not a mapping.
     """
-    return _read_yaml(file, Values)
-
-
-def read_options(file: str | os.PathLike) -> dict[str, Any]:
-    """The options that a recipe sets, in the words in which the command line would have them.
-
-    The option's type tells what a scalar or a list of scalars means: `no` may be a strategy, a
-    name, or false. Mappings of arguments for libraries are as of [`read_recipe`].
-    """
-    texts = _read_yaml(file, Texts)
-    values = read_recipe(file)
-    options = {}
-    for name, text in texts.items():
-        is_mapping = isinstance(text, dict) and name not in AS_WRITTEN
-        options[name] = values[name] if is_mapping else text
-    return options
-
-
-def _read_yaml(file: str | os.PathLike, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), loader)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no mapping of options. Give data with --dataset_name {file}.")
+        raise ValueError(f"{file} has no options. Give data with --dataset_name {file}.")
     return content
 
 
+def read_options(file: str | os.PathLike) -> dict[str, Any]:
+    """Reads the options that a recipe sets, as texts like on the command line.
+
+    The option's type decides what a scalar or a list of scalars means: `no` may be a strategy, a
+    name, or false. Mappings of arguments for libraries are read as in [`read_recipe`].
+
+    Raises:
+        ValueError: The file is not YAML, or not a mapping.
+    """
+    options = read_recipe(file, Texts)
+    for name, value in read_recipe(file).items():
+        if isinstance(value, dict) and name not in AS_WRITTEN:
+            options[name] = value
+    return options
+
+
 def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Checks, without importing TRL, for names, a secret, packages, and a checkpoint to train."""
+    """Checks the names of options, packages, and that a checkpoint is given, but no secret.
+
+    Does not import TRL.
+
+    Raises:
+        ValueError: An option is wrong or missing.
+        ImportError: A package is missing.
+    """
     check_names(words, recipe)
-    given = values_in(words, ["model_name_or_path", "hub_token", *PACKAGES])
-    if given.get("hub_token"):
+    given_options = values_in(words, ["model_name_or_path", "hub_token", *PACKAGES])
+    if given_options.get("hub_token"):
         raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN instead.")
-    options = recipe | given
-    for name, (package, extra) in PACKAGES.items():
-        if str(options.get(name)).lower() not in OFF:
-            check_installed(package, extra, name)
+    options = recipe | given_options
+    for option_name, (package, extra) in PACKAGES.items():
+        if str(options.get(option_name)).lower() not in OFF:
+            check_installed(package, extra, option_name)
     if not options.get("model_name_or_path"):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER.")
 
 
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
-    """Runs `accelerate launch --config_file CONFIG -m normalign_llava.train ARGUMENTS`."""
-    file = recipe_file(config, CONFIGS)
-    if read_recipe(file).get("distributed_type") == "DEEPSPEED":
+    """Runs `accelerate launch --config_file CONFIG -m normalign_llava.train ARGUMENTS`.
+
+    Raises:
+        ValueError: The configuration does not exist, or cannot be read.
+        ImportError: DeepSpeed is missing.
+        SystemExit: A process failed. It has printed why.
+        ChildProcessError: A signal ended a process.
+        KeyboardInterrupt, Terminated: The run was stopped.
+    """
+    config_file = recipe_file(config, CONFIGS)
+    if read_recipe(config_file).get("distributed_type") == "DEEPSPEED":
         check_installed("deepspeed", "deepspeed", config)
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    words = ["--quiet", "--config_file", str(file)]
+    launch_words = ["--quiet", "--config_file", str(config_file)]
     if processes:
-        words.append(f"--num_processes={processes}")
-    words += ["-m", "normalign_llava.train", *arguments]
+        launch_words.append(f"--num_processes={processes}")
+    launch_words += ["-m", "normalign_llava.train", *arguments]
     # This logger would list the processes that are ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        launch_command(launch_command_parser().parse_args(words))
+        launch_command(launch_command_parser().parse_args(launch_words))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:  # the process has said why
@@ -442,7 +473,7 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
 
 
 def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
-    """The command to run next on a checkpoint."""
+    """Returns the command to run next on a checkpoint."""
     folder = shlex.quote(str(checkpoint))
     if adapters:
         return f"normalign merge {folder} --output {shlex.quote(f'{checkpoint}-merged')}"

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -14,6 +13,7 @@ from rich.text import Text
 from ..checkpoint.opening import open_checkpoint
 from ..data.rows import checks
 from ..data.rows.forms import MARKER
+from ..data.rows.parse import ParsedRow
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
@@ -25,10 +25,14 @@ from .modules.load import check_architecture
 
 @dataclass
 class DataCheck:
-    """What is in a data set: counts of its rows, and the reasons why some cannot be trained on.
+    """What is in a data set.
 
-    `stops` is whether training would stop at them; of large data it skips a few. `examples` are
-    rows that were asked for, or one, if there is a checkpoint to count tokens with.
+    Attributes:
+        report: Counts of its rows.
+        faults: The reasons why some rows cannot be trained on.
+        stops: Whether training would stop at these rows. It skips a few rows of large data.
+        examples: The requested rows, or one row if a checkpoint counts tokens.
+        has_lengths: Whether tokens were counted.
     """
 
     report: checks.SourceReport
@@ -36,13 +40,6 @@ class DataCheck:
     stops: bool
     examples: list[Example]
     has_lengths: bool
-
-    @property
-    def example(self) -> list[tuple[str, bool]]:
-        """The pieces of the first example; empty without one."""
-        if not self.examples:
-            return []
-        return self.examples[0].pieces
 
     def table(self, name: str) -> Table:
         """Returns the counts as a table with a title."""
@@ -53,7 +50,7 @@ class DataCheck:
             table.add_row(f"in {Path(file).name}", f"{count:,}")
         bad_rows = f"{report.bad:,}"
         if report.bad and not self.stops:
-            bad_rows += ", which training skips by default"
+            bad_rows += " (training skips them by default)"
         table.add_row("that cannot be trained on", bad_rows)
         most_rows_first = sorted(report.forms.items(), key=lambda form: -form[1])
         for form, count in most_rows_first:
@@ -71,7 +68,7 @@ class DataCheck:
         return table
 
     def rendered(self, terminal: bool = False) -> Text:
-        """The examples; what is learned is underlined, or in double brackets without a terminal."""
+        """Returns the examples with learned text underlined, or in brackets without a terminal."""
         return marked(self.examples, terminal)
 
 
@@ -87,14 +84,15 @@ def check_data(
 
     Args:
         source: The data set.
-        model: A checkpoint, whose processor gives lengths, control tokens and examples. Without it,
-            examples show turns in place of what the chat template makes of them.
+        model: A checkpoint. Its processor gives lengths, control tokens and examples. Without it,
+            examples are turns, without the chat template.
         check_images: Whether every image is opened.
-        examples: How many rows are shown; by default one if there is a `model`.
+        examples: How many rows are shown, by default one if there is a `model`.
         rows: Numbers of rows in their file, from 0, that are shown instead.
 
     Raises:
-        ValueError: There is no such row, or the data cannot be read.
+        ValueError: A row does not exist, or the data or the checkpoint cannot be used.
+        OSError: A file cannot be read or fetched.
     """
     collator = None
     if model:
@@ -106,100 +104,98 @@ def check_data(
     options = checks.Checks(collator and collator.processor, check_images=check_images)
     table = all_rows(opened, 0, options)
     checked = check_rows(table, reader, opened, options, "train")
-    valid = checked.table
     report = checked.report
     faults, stops = _faults(opened, report, len(table))
     checks.warn_of_captions(opened.name, report.forms)
-    shown: list[Example] = []
+    valid_rows = rows_on_access(checked.table, reader)
+    shown_examples = []
     if rows:
         for row in rows:
-            shown += _row(row, valid, reader, report, collator)
+            shown_examples += _examples_of_number(row, valid_rows, report, collator)
     elif examples or collator:
-        parsed = rows_on_access(valid, reader)
-        shown = [_example(parsed[place], collator) for place in _places(valid, examples or 1)]
-    return DataCheck(report, faults, stops, shown, collator is not None)
+        for place in _places(checked.table, examples or 1):
+            shown_examples.append(_example(valid_rows[place], collator))
+    return DataCheck(report, faults, stops, shown_examples, collator is not None)
 
 
 def _faults(source: Source, report: checks.SourceReport, count: int) -> tuple[list[str], bool]:
-    """Returns what is wrong with the `count` rows of a source, and whether training would stop."""
-    faults = list[str]()
-    share = checks.share_of_bad_rows(None, source, count)
-    stops = len(report.dropped) > share * count
+    """Returns the faults of a source's `count` rows, and whether training would stop at them."""
+    faults = []
+    allowed_share = checks.share_of_bad_rows(None, source, count)
+    would_stop = len(report.dropped) > allowed_share * count
     if report.bad:
-        allowed = share if stops else 0.0
+        allowed = allowed_share if would_stop else 0.0
         faults.append(
             checks.bad_rows_message(source, report.dropped, count, shown=None, share=allowed)
         )
-    valid = count - len(report.dropped)
+    valid_count = count - len(report.dropped)
     try:
-        checks.check_images_are_read(source.name, valid, report.images or 0, report.unread)
+        checks.check_images_are_read(source.name, valid_count, report.images or 0, report.unread)
     except ValueError as error:
         faults.append(str(error))
-        stops = True
-    return faults, stops
+        would_stop = True
+    return faults, would_stop
 
 
-def _places(valid: Dataset, count: int) -> list[int]:
+def _places(table: Dataset, count: int) -> list[int]:
     """Returns places of rows to show: the first with an image, or several at equal distances."""
-    if not len(valid):
+    if not len(table):
         return []
     if count > 1:
-        spread = np.linspace(0, len(valid) - 1, count).round().astype(int)
+        spread = np.linspace(0, len(table) - 1, count).round().astype(int)
         return np.unique(spread).tolist()
-    for place, images in enumerate(valid["image_count"]):
-        if images:
-            return [place]
-    return [0]
+    has_images = np.array(table["image_count"][:]) > 0
+    return [int(has_images.argmax())]
 
 
-def _row(
+def _examples_of_number(
     number: int,
-    valid: Dataset,
-    reader: RowReader,
+    valid_rows: Dataset,
     report: checks.SourceReport,
     collator: ConversationCollator | None,
 ) -> list[Example]:
-    """The rows of a number, one of each file that has it, or why it cannot be trained on."""
-    numbers = np.array(valid["row"][:])
-    places = np.flatnonzero(numbers == number)
-    parsed = rows_on_access(valid, reader)
-    examples = [_example(parsed[int(place)], collator) for place in places]
+    """Returns the rows of a number, one for each file, or why they cannot be trained on.
+
+    Raises ValueError if no row has the number.
+    """
+    row_numbers = np.array(valid_rows.with_format(None)["row"][:])
+    examples = []
+    for place in np.flatnonzero(row_numbers == number):
+        examples.append(_example(valid_rows[int(place)], collator))
     for dropped in report.dropped:
         if dropped.row == number:
             title = f"{Path(dropped.source).name}, row {number}"
             examples.append(Example(title, [(f"Not trained on: {dropped.reason}", False)]))
     if not examples:
         raise ValueError(
-            f"{report.source} has no row {number}; it has {report.found:,}, from 0 on."
+            f"{report.source} has no row {number}. It has {report.found:,}, from 0 on."
         )
     return examples
 
 
-def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Example:
+def _example(row: ParsedRow, collator: ConversationCollator | None) -> Example:
     title = f"{Path(row['source']).name}, row {row['row']}"
-    files = [Path(image["path"]).name for image in row["images"] if image["path"]]
-    if files:
-        names = ", ".join(files)
-        title += f" ({names})"
+    file_names = [Path(image["path"]).name for image in row["images"] if image["path"]]
+    if file_names:
+        joined_names = ", ".join(file_names)
+        title += f" ({joined_names})"
     if collator is None:
         return Example(title, _turns(row))
     batch = collator([row])
-    ids = batch["input_ids"][0]
+    token_ids = batch["input_ids"][0]
     labels = batch["labels"][0]
-    return Example(title, pieces(ids, labels, collator.processor))
+    return Example(title, pieces(token_ids, labels, collator.processor))
 
 
-def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:
-    """The turns of a row, a line each, in pieces that are learned or not."""
-    pieces: list[tuple[str, bool]] = []
+def _turns(row: ParsedRow) -> list[tuple[str, bool]]:
+    """Returns the turns of a row, a line each, in pieces that are learned or not."""
+    turn_pieces = []
     learned = iter(row["learned"])
     for message in row["messages"]:
         is_learned = message["role"] == "assistant" and next(learned)
-        pieces.append((f"{message['role']}: ", False))
+        turn_pieces.append((f"{message['role']}: ", False))
         for part in message["content"]:
-            if part["type"] == "image":
-                pieces.append((MARKER, is_learned))
-            else:
-                pieces.append((part["text"], is_learned))
-        pieces.append(("\n", False))
-    return pieces
+            text = MARKER if part["type"] == "image" else part["text"]
+            turn_pieces.append((text, is_learned))
+        turn_pieces.append(("\n", False))
+    return turn_pieces

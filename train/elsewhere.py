@@ -6,7 +6,7 @@ def answer_for(name: str) -> str:
     """Returns a sentence that says what an option of [`ELSEWHERE`] is called here."""
     options, remark = ELSEWHERE[name]
     if not options:
-        return f"There is no `{name}` here: {remark}."
+        return f"`{name}` does not exist here: {remark}."
     quoted = " and ".join(f"`{option}`" for option in options)
     verb = "is" if len(options) == 1 else "are"
     sentence = f"`{name}` {verb} called {quoted} here"
@@ -120,7 +120,7 @@ SIMILAR = (
         "each data set of the mixture has its fraction",
     ),
 )
-"""Names in other tools, the options here that do something like it, and a remark."""
+"""Names in other tools, similar options here, and a remark."""
 
 NOTHING = {
     "plot_loss": "a run draws `loss.png` in its output_dir, from three logged steps on",
@@ -135,26 +135,15 @@ NOTHING = {
         "`max_steps` ends a run early, and `datasets` with `fraction` takes less"
     ),
 }
-"""Names in other tools of what no option here does, and what takes its place."""
+"""Names in other tools without such an option here, and what replaces it."""
 
+ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {}
+"""Names in LLaMA-Factory, axolotl, ms-swift, unsloth and LLaVA: the options here, and a remark."""
 
-def by_name() -> dict[str, tuple[tuple[str, ...], str]]:
-    """Returns the options here and the remark for each name in another tool.
-
-    The tools are LLaMA-Factory, axolotl, ms-swift, unsloth and LLaVA.
-    """
-    table: dict[str, tuple[tuple[str, ...], str]] = {}
-    for option, names in SAME.items():
-        for name in names.split():
-            table[name] = ((option,), "")
-    for names, options, remark in SIMILAR:
-        for name in names.split():
-            table[name] = (tuple(options.split()), remark)
-    for names, remark in NOTHING.items():
-        for name in names.split():
-            table[name] = ((), remark)
-    return table
-
-
-ELSEWHERE = by_name()
-"""Options of other tools by name: what they are called here, if anything, and a remark."""
+for names, options, remark in (
+    *((names, option, "") for option, names in SAME.items()),
+    *SIMILAR,
+    *((names, "", remark) for names, remark in NOTHING.items()),
+):
+    for name in names.split():
+        ELSEWHERE[name] = (tuple(options.split()), remark)

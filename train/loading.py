@@ -33,25 +33,34 @@ class LoadedModel:
 
 
 def load(plan: Plan) -> LoadedModel:
-    """Loads the model of a plan, and settles the precision of steps if the model decides it."""
+    """Loads the model of a plan, and settles the precision of steps if the model decides it.
+
+    Raises:
+        ValueError: The checkpoint cannot be loaded.
+        OSError: A file of it cannot be read or fetched.
+    """
     settings = plan.trainer_config()
-    loaded = plan.model.model
-    checkpoint = plan.model.checkpoint
+    opened = plan.model
+    model = opened.model
     commit = None
-    weights_in = list[Path]()
-    if checkpoint is not None:
-        has_adapters = plan.model.adapters is not None
-        quantization = plan.model.quantization
-        loaded = load_model(checkpoint, settings, plan.learning_rates, quantization, has_adapters)
-        commit = checkpoint.revision
-        weights_in = weights.fetch_index_folder(loaded.name_or_path, commit)
-    stop_as_trained(loaded, plan.model.processor)  # which may not be the checkpoint's
+    weights_in: list[Path] = []
+    if opened.checkpoint is not None:
+        model = load_model(
+            opened.checkpoint,
+            settings,
+            plan.learning_rates,
+            opened.quantization,
+            use_peft=opened.adapters is not None,
+        )
+        commit = opened.checkpoint.revision
+        weights_in = weights.fetch_index_folder(model.name_or_path, commit)
+    stop_as_trained(model, opened.processor)  # it may not be the checkpoint's
     precision = plan.precision
     if precision.is_tried and not settings.dry_run:
         batch = largest_batch(settings, plan.data.train, plan.data.collator)
-        precision = settle_float16(loaded, settings.device, batch)
+        precision = settle_float16(model, settings.device, batch)
         if not precision.fp16:
             init_kwargs = {**(settings.model_init_kwargs or {}), "dtype": "float32"}
             settings.settle(fp16=False, model_init_kwargs=init_kwargs)
             settings.mixed_precision = "no"
-    return LoadedModel(loaded, settings, precision, commit, weights_in)
+    return LoadedModel(model, settings, precision, commit, weights_in)

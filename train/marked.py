@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich.text import Text
@@ -44,16 +45,12 @@ def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple
         labels: Its labels, `(N,)`, negative where nothing is learned.
         processor: Decodes them.
     """
-    image_token_id = processor.image_token_id
-
-    def kind(token: tuple[int, bool]) -> tuple[bool, bool]:
-        token_id, is_learned = token
-        return token_id == image_token_id, is_learned
-
-    row_pieces = list[tuple[str, bool]]()
-    tokens = zip(ids.tolist(), (labels >= 0).tolist(), strict=True)
-    for (is_image, is_learned), group in groupby(tokens, kind):
-        token_ids = [token_id for token_id, _ in group]
+    image_tokens = (ids == processor.image_token_id).tolist()
+    learned_tokens = (labels >= 0).tolist()
+    row_pieces = []
+    tokens = zip(image_tokens, learned_tokens, ids.tolist(), strict=True)
+    for (is_image, is_learned), group in groupby(tokens, itemgetter(0, 1)):
+        token_ids = [token_id for _, _, token_id in group]
         text = processor.tokenizer.decode(token_ids)
         if is_image:
             text = f"{processor.image_token} x {len(token_ids)}"
@@ -63,7 +60,7 @@ def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple
 
 def batch_examples(batch: Mapping[str, Any], processor: LlavaProcessor) -> list[Example]:
     """Returns the rows of a training batch without padding, each by itself."""
-    examples = list[Example]()
+    examples: list[Example] = []
     for line, ids in enumerate(batch["input_ids"]):
         labels = batch["labels"][line]
         if "attention_mask" in batch:

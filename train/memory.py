@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a training step before it is taken: the trainer's own, on shapes alone."""
+"""The memory of a training step, from the trainer's own step on tensors without values."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from rich.console import Group
 from torch import Tensor
 from transformers import DataCollator
@@ -37,7 +37,9 @@ class MemoryEstimate(Printed):
     Attributes:
         parts: Bytes of each of `MEMORY_PARTS` at that moment.
         batch: The largest forward pass in words: its rows, tokens with padding, images.
-        device: Name of the device with `available` bytes, of which `reserved` are kept free.
+        device: The name of the device.
+        available: The bytes of the device.
+        reserved: How many of these bytes are kept free.
     """
 
     parts: dict[str, int]
@@ -56,47 +58,43 @@ class MemoryEstimate(Printed):
 
     @property
     def verdict(self) -> str:
-        """A sentence that says whether it fits."""
-        sizes = f"{gib(self.total)} of the {gib(self.available)} of {self.device}"
+        """A sentence that says whether the step fits."""
+        size_in_words = f"{gib(self.total)} of the {gib(self.available)} of {self.device}"
         if self.reserved:
-            sizes += f" ({gib(self.reserved)} are kept free)"
-        return f"{'Fits' if self.fits else 'Does not fit'}: {sizes}."
+            size_in_words += f" ({gib(self.reserved)} are kept free)"
+        return f"{'Fits' if self.fits else 'Does not fit'}: {size_in_words}."
 
     def renderable(self) -> Group:
-        """What `rich` and a notebook show."""
-        sizes = {**self.parts, "all": self.total}
-        rows = [[name, gib(size)] for name, size in sizes.items()]
-        table = titled_table("Memory", [self.batch, "at the peak of a step"], rows)
+        """Returns the table for `rich` and notebooks, and the verdict."""
+        bytes_by_part = {**self.parts, "all": self.total}
+        table_rows = [[part, gib(size)] for part, size in bytes_by_part.items()]
+        table = titled_table("Memory", [self.batch, "at the peak of a step"], table_rows)
         return Group(table, self.verdict)
 
 
 def largest_batch(args: RunConfig, rows: Rows, collator: DataCollator) -> dict[str, Any]:
-    """Returns the collated forward pass of the longest rows; with packing, that of most tokens.
+    """Returns the collated forward pass of the longest rows, or with packing of the most tokens.
 
     The lengths of a stream are not known: its first row is repeated, and filled with learned tokens
     up to `max_length`.
     """
     if isinstance(collator, ConversationCollator):
         collator = replace(collator, bad_rows="skip", dropped_rows=None)
-    if not isinstance(rows, IterableDataset) and "length" in rows.column_names:
-        return collator([rows[number] for number in longest_pass(args, rows)])
-    count = args.per_device_train_batch_size
-    batch = dict(collator(list(islice(rows, 1)) * count))
-    length = args.max_length or 0
-    if args.padding_free:  # all rows are in one sequence
-        length *= count
-    return lengthened(batch, length)
-
-
-def longest_pass(args: RunConfig, rows: Dataset) -> list[int]:
-    """Returns the numbers of the rows in the forward pass of the most tokens."""
+    row_count = args.per_device_train_batch_size
+    if isinstance(rows, IterableDataset) or "length" not in rows.column_names:
+        batch = dict(collator(list(islice(rows, 1)) * row_count))
+        length = args.max_length or 0
+        if args.padding_free:  # all rows are in one sequence
+            length *= row_count
+        return lengthened(batch, length)
     lengths = rows.with_format(None)["length"][:]
-    if not args.packing:
-        count = args.per_device_train_batch_size
+    if args.packing:
+        passes: Any = train_sampler(args, rows)
+        numbers = max(passes, key=lambda numbers: sum(lengths[number] for number in numbers))
+    else:
         longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-        return (longest_first * count)[:count]
-    passes: Any = train_sampler(args, rows)
-    return max(passes, key=lambda numbers: sum(lengths[number] for number in numbers))
+        numbers = (longest_first * row_count)[:row_count]
+    return collator([rows[number] for number in numbers])
 
 
 def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
@@ -104,10 +102,9 @@ def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     missing = length - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch
-    filling: dict[str, Tensor] = {}
-    for name in ("input_ids", "attention_mask"):
-        if name in batch:
-            filling[name] = batch[name][:, -1:].expand(-1, missing)
+    filling = {}
+    for name in batch.keys() & {"input_ids", "attention_mask"}:
+        filling[name] = batch[name][:, -1:].expand(-1, missing)
     filling["labels"] = filling["input_ids"]
     if "position_ids" in batch:
         filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
@@ -118,47 +115,48 @@ def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
 def estimate_memory(
     trainer: SFTTrainer, gradient_checkpointing: bool | None = None
 ) -> MemoryEstimate:
-    """The memory of a step on the longest rows, without weights; ValueError if it is not known.
+    """Returns the memory of a step on the longest rows, without loading weights.
 
-    A forward and a backward pass run with a shape in place of each weight, and what they allocate
-    is followed storage by storage. Optimizer states are there from the start, and so are the step's
-    batches, and gradients if steps are accumulated. Kernels and autocast are the CPU's, also if a
-    GPU is asked about. What a kernel allocates inside is not seen.
+    A forward and a backward pass run with a shape in place of each weight. Every storage that they
+    allocate is counted. Optimizer states exist from the start, and so do the step's batches, and
+    gradients if steps are accumulated. Kernels and autocast are the CPU's, also for another GPU's
+    memory. What a kernel allocates inside is not seen.
 
     One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO,
-    what is divided among processes is divided; a layer gathered for its turn does not count.
+    only this process's share counts. A layer that is gathered for its turn does not count.
+
+    Raises:
+        ValueError: The model cannot take such a step.
     """
-    args = trainer.args
-    passes = trainer.args.gradient_accumulation_steps
-    batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
+    settings = trainer.args
+    passes = settings.gradient_accumulation_steps
+    batch = largest_batch(settings, trainer.train_dataset, trainer.data_collator)
     try:
-        parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
+        bytes_by_part = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"A step's memory cannot be estimated for this model: {error}") from error
-    static = static_bytes(trainer.model, args, trainer.optimizer_cls_and_kwargs)
-    parts += Counter(static | {GRADIENTS: 0})  # gradients are those at the peak
-    parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
+    static = static_bytes(trainer.model, settings, trainer.optimizer_cls_and_kwargs)
+    bytes_by_part += Counter(static | {GRADIENTS: 0})  # gradients at the peak are already counted
+    bytes_by_part[GRADIENTS] = int(bytes_by_part[GRADIENTS] * memory_shares(settings)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
-    parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
-    ids = batch["input_ids"]
+    bytes_by_part[BATCHES] = passes * sum(value.nbytes for value in batch.values())
+    input_ids = batch["input_ids"]
     positions = batch.get("position_ids")
-    rows = len(ids) if positions is None else int((positions == 0).sum())
-    images = len(batch.get("pixel_values", ()))
-    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {images:,} image(s)"
-    filled = {part: parts[part] for part in MEMORY_PARTS if parts[part]}
-    return MemoryEstimate(filled, shape, *_device(args))
+    row_count = len(input_ids) if positions is None else int((positions == 0).sum())
+    image_count = len(batch.get("pixel_values", ()))
+    batch_in_words = f"{row_count:,} row(s), {input_ids.numel():,} tokens, {image_count:,} image(s)"
+    filled = {part: bytes_by_part[part] for part in MEMORY_PARTS if bytes_by_part[part]}
+    return MemoryEstimate(filled, batch_in_words, *_device(settings))
 
 
 def _device(args: RunConfig) -> tuple[str, int, int]:
-    """Name, bytes, and bytes to keep free."""
+    """Returns the device's name, its bytes, and the bytes to keep free."""
     if args.device_memory is not None:
         return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
     if args.device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(args.device)
-        return torch.cuda.get_device_name(args.device), total, CONTEXT
-    machine = psutil.virtual_memory().total
-    allowed = memory_limit()
-    name = "this machine"
-    if allowed < machine:
-        name = "this container"
-    return name, allowed, 0
+        _, device_bytes = torch.cuda.mem_get_info(args.device)
+        return torch.cuda.get_device_name(args.device), device_bytes, CONTEXT
+    machine_name = "this machine"
+    if memory_limit() < psutil.virtual_memory().total:
+        machine_name = "this container"
+    return machine_name, memory_limit(), 0

@@ -14,18 +14,34 @@ from .command import ModelOptions, TrainingOptions, check_refused, names_in
 
 
 STAGES: dict[str, dict[str, Any]] = {
-    "align": dict(learning_rate=1e-3, vision_learning_rate=0.0, language_learning_rate=0.0),
-    "tune": dict(learning_rate=1e-5, vision_learning_rate=2e-6),
+    "align": {
+        "learning_rate": 1e-3,
+        "vision_learning_rate": 0.0,
+        "language_learning_rate": 0.0,
+        "global_batch_size": 256,
+        "per_device_train_batch_size": 2,
+    },
+    "tune": {
+        "learning_rate": 1e-5,
+        "vision_learning_rate": 2e-6,
+        "global_batch_size": 128,
+        "per_device_train_batch_size": 1,
+    },
 }
-STAGES["align"] |= dict(global_batch_size=256, per_device_train_batch_size=2)
-STAGES["tune"] |= dict(global_batch_size=128, per_device_train_batch_size=1)
 """Defaults of the paper's two stages (appendix E)."""
 
 WITH_ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
 """Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
-BOTH_STAGES: dict[str, Any] = dict(num_train_epochs=1.0, lr_scheduler_type="cosine", seed=42)
-BOTH_STAGES |= dict(warmup_steps=0.03, weight_decay=0.0, save_steps=0.1, save_total_limit=2)
+BOTH_STAGES: dict[str, Any] = {
+    "num_train_epochs": 1.0,
+    "lr_scheduler_type": "cosine",
+    "seed": 42,
+    "warmup_steps": 0.03,
+    "weight_decay": 0.0,
+    "save_steps": 0.1,
+    "save_total_limit": 2,
+}
 """Defaults of both stages. Steps below 1 are a share of all."""
 
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
@@ -38,30 +54,37 @@ PATHS = (
     "fsdp_config",
     "accelerator_config",
 )
-"""Options that may be the path of a file or folder, in which `~` is the home folder."""
+"""Options that may be the path of a file or folder. `~` in them is the home folder."""
 
 MODULES = ("vision", "projector", "norm", "language")
 """Parts of the model with a learning rate of their own."""
 
-LEAST = {"per_device_train_batch_size": 1, "global_batch_size": 1, "learning_rate": 0}
-LEAST |= {f"{module}_learning_rate": 0 for module in MODULES}
-LEAST |= {"probe_rows": 1, "sample_count": 0, "sample_max_new_tokens": 1}
-"""The least value of numbers that nobody else checks."""
+LEAST = {
+    "per_device_train_batch_size": 1,
+    "global_batch_size": 1,
+    "learning_rate": 0,
+    **{f"{module}_learning_rate": 0 for module in MODULES},
+    "probe_rows": 1,
+    "sample_count": 0,
+    "sample_max_new_tokens": 1,
+}
+"""The least value of numbers that no library checks."""
 
 
 @dataclass(repr=False)
 class NormAlignConfig(TrainingOptions, SFTConfig):
     """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module and probes.
 
-    It holds what was given, and checks single values. An option that nobody gave is None where its
-    value follows from the stage, the machine or the data: [`complete`] finds it when a run begins.
+    It holds the given values, and checks them one by one. If nobody gave an option, and its value
+    follows from the stage, the machine or the data, it is None until [`complete`] begins a run.
 
     Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns only.
     Unless `bf16` or `fp16` is set, steps are in bfloat16 where this machine is fast in it
     ([`half_precision_pays`]), or in float16 on a GPU without bfloat16, if hidden states allow it.
 
     Raises:
-        ValueError: A value is not one that its option can have.
+        ValueError: An option cannot have the value.
+        TypeError: A number is a text.
     """
 
     __repr__ = TrainingArguments.__str__  # without tokens
@@ -81,8 +104,8 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         """Returns the peak learning rate of each module.
 
         A module's own option comes first. A given `learning_rate` is next, for every module that
-        the stage trains. The stage's defaults are last. The rate of a frozen module is 0; with
-        adapters the vision tower is frozen by default.
+        the stage trains. The stage's defaults are last. The rate of a frozen module is 0. With
+        adapters, the vision tower is frozen by default.
 
         Args:
             use_peft: Whether adapters are trained in place of the language model.
@@ -92,35 +115,40 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             defaults |= WITH_ADAPTERS
         if use_peft:
             defaults["vision_learning_rate"] = 0.0
-        rest = self.learning_rate
-        if rest is None:
-            rest = defaults.get("learning_rate", SFTConfig.learning_rate)
-        rates = {}
+        general_rate = self.learning_rate
+        if general_rate is None:
+            general_rate = defaults.get("learning_rate", SFTConfig.learning_rate)
+        rate_of_module = {}
         for module in MODULES:
-            name = f"{module}_learning_rate"
-            rate = defaults.get(name, rest)
-            if rate > 0 and self.learning_rate is not None:
-                rate = self.learning_rate
-            own = getattr(self, name)
-            rates[module] = rate if own is None else own
-        return rates
+            option = f"{module}_learning_rate"
+            rate_of_module[module] = getattr(self, option)
+            if rate_of_module[module] is None:
+                rate_of_module[module] = defaults.get(option, general_rate)
+                if rate_of_module[module] > 0 and self.learning_rate is not None:
+                    rate_of_module[module] = self.learning_rate
+        return rate_of_module
 
 
 def check_values(options: NormAlignConfig) -> None:
-    """Raises ValueError for a value that a library would pass over, or refuse after long work."""
-    for name, least in LEAST.items():
-        value = getattr(options, name)
+    """Checks values that a library would ignore, or refuse only after long work.
+
+    Raises:
+        ValueError: An option cannot have the value.
+        TypeError: A number is a text.
+    """
+    for option, least in LEAST.items():
+        value = getattr(options, option)
         if isinstance(value, str):
-            raise TypeError(f"{name} must be a number, got {value!r}. Leave out the quotes.")
+            raise TypeError(f"{option} must be a number, got {value!r}. Leave out the quotes.")
         if value is not None and not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
+            raise ValueError(f"{option} must be at least {least}, got {value}.")
     if not any(options.learning_rates(use_peft=False).values()):
         raise ValueError("Every learning rate is 0: nothing would be trained. Change one.")
-    size = options.device_memory
-    if size is not None and not options.dry_run:
+    memory = options.device_memory
+    if memory is not None and not options.dry_run:
         raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
-    if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
-        raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
+    if memory is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(memory), re.I):
+        raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {memory}.")
     if options.max_steps < 1 and options.max_steps != -1:
         raise ValueError(f"max_steps {options.max_steps} would train for all epochs. Leave it out.")
     check_early_stopping(options)
@@ -149,7 +177,11 @@ def check_early_stopping(options: NormAlignConfig) -> None:
 
 @dataclass
 class ModelArguments(ModelOptions, ModelConfig):
-    """TRL's `ModelConfig`: which checkpoint, in which precision, with which adapters."""
+    """TRL's `ModelConfig`: the checkpoint, its precision and the adapters.
+
+    Raises:
+        ValueError: An option cannot have the value, or would have no effect.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -157,23 +189,23 @@ class ModelArguments(ModelOptions, ModelConfig):
         if self.model_name_or_path is not None:
             self.model_name_or_path = os.path.expanduser(self.model_name_or_path)
         self.lora_modules_to_save = name_list(self.lora_modules_to_save) or None
-        values = vars(self)
-        kind = type(self)
-        changed = [name for name in values if values[name] != getattr(kind, name, values[name])]
-        lora = [name for name in changed if name.startswith(("lora_", "use_dora", "use_rslora"))]
-        if lora and not self.use_peft:
-            raise ValueError(f"{lora[0]} is for adapters. Add --use_peft.")
-        if "bnb_4bit_quant_type" in changed and not self.load_in_4bit:
-            raise ValueError("bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit.")
+        for option, value in vars(self).items():
+            if value == getattr(type(self), option, value):
+                continue
+            is_of_adapters = option.startswith(("lora_", "use_dora", "use_rslora"))
+            if is_of_adapters and not self.use_peft:
+                raise ValueError(f"{option} is for adapters. Add --use_peft.")
+            if option == "bnb_4bit_quant_type" and not self.load_in_4bit:
+                raise ValueError("bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit.")
 
     @property
     def quantization(self) -> BitsAndBytesConfig | None:
-        """TRL's; but [`load_model`], not `dtype`, sets the precision of products."""
+        """As in TRL. But [`load_model`], not `dtype`, sets the precision of products."""
         return get_quantization_config(replace(self, dtype="float32"))
 
 
 def name_list(texts: str | list[str] | None) -> list[str]:
-    """The names in some texts, of which one may hold several."""
+    """Returns the names in some texts. One text may hold several names."""
     if isinstance(texts, str):
         texts = [texts]
     names = []

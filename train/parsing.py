@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `normalign train` in words: TRL's parser, for recipes and command lines."""
+"""Parses the options of `normalign train`: TRL's parser, for recipes and command lines."""
 
 import os
 import re
@@ -16,17 +16,26 @@ from .command import OFF, USAGE, check_names, read_command, without_overruled
 from .options import ModelArguments, NormAlignConfig
 
 
+TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NO = dict.fromkeys(("no", "false", "off"), "no")
+NOTHING = dict.fromkeys(("none", "null"))
+"""Values of words, as people and YAML write them, in options of different types."""
+
+
 def parse(
     words: Sequence[str], recipe: dict[str, Any] | None = None
 ) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
-    """Parses options: the command line overrides the recipe, which overrides the stage.
+    """Parses options. The command line overrides the recipe, and the recipe overrides the stage.
+
+    A recipe's `env` is set in the environment, as TRL's parser does.
 
     Args:
         words: The command line. It begins with the recipe, unless `recipe` is given.
         recipe: What [`read_command`] has read.
 
     Raises:
-        ValueError: An option does not exist, or its value is wrong.
+        ValueError: An option does not exist, or its value is wrong, or the recipe cannot be read.
+        TypeError: A value has the wrong type.
     """
     if recipe is None:
         words, recipe = read_command(words)
@@ -34,21 +43,28 @@ def parse(
     parser = option_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     defaults = without_overruled(recipe, words)
-    environment = defaults.pop("env", None) or {}  # as TrlParser has it
-    for name, value in environment.items():
-        os.environ[name] = str(value)
-    unknown = parser.set_defaults_with_config(**_read_lists(parser, defaults))
+    environment = defaults.pop("env", None) or {}
+    for variable, variable_value in environment.items():
+        os.environ[variable] = str(variable_value)
+    unknown = parser.set_defaults_with_config(**_parsed_lists(parser, defaults))
     parsed = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
-    data, training, model, rest = parsed
-    unknown_names = [f"--{name}" for name in defaults if f"--{name}" in unknown]
-    unknown_names += [word.partition("=")[0] for word in rest if word.startswith("--")]
-    if unknown_names:
-        _refuse(_no_option(unknown_names, parser))
-    if rest:
-        _refuse(f"{rest[0]!r} belongs to no option, nor is it the first word, the recipe")
-    for name in ("test_split_size", "eval_dataset_name"):
-        if getattr(data, name) and training.eval_strategy == "no":
-            raise ValueError(f"{name} needs eval_strategy steps or epoch. Set one, or drop {name}.")
+    data, training, model, remaining_words = parsed
+    unknown_options = [f"--{option}" for option in defaults if f"--{option}" in unknown]
+    unknown_options += [word.partition("=")[0] for word in remaining_words if word.startswith("--")]
+    if unknown_options:
+        sentence = f"The option {', '.join(unknown_options)} does not exist."
+        known_options = [text for action in parser._actions for text in action.option_strings]
+        with_underscores = unknown_options[0].replace("-", "_").replace("__", "--", 1)
+        for closest in get_close_matches(with_underscores, known_options, n=1):
+            sentence += f" Did you mean {closest}?"
+        _refuse(sentence)
+    if remaining_words:
+        _refuse(
+            f"{remaining_words[0]!r} belongs to no option, nor is it the first word, the recipe"
+        )
+    for option in ("test_split_size", "eval_dataset_name"):
+        if getattr(data, option) and training.eval_strategy == "no":
+            raise ValueError(f"{option} needs eval_strategy steps or epoch. Set one, or drop it.")
     init_kwargs = {
         "revision": model.model_revision,
         "dtype": model.dtype,
@@ -59,7 +75,7 @@ def parse(
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raises ValueError, in place of argparse's error, which each process of a run would print."""
+    """Raises ValueError. Each process of a run would print argparse's own error."""
     sentence = message[:1].upper() + message[1:]
     if not sentence.endswith((".", "?")):
         sentence += "."
@@ -68,56 +84,60 @@ def _refuse(message: str) -> NoReturn:
 
 def option_parser() -> TrlParser:
     """Returns the parser of all options, TRL's included."""
-    kinds = [DataArguments, NormAlignConfig, ModelArguments]
-    hints: dict[str, Any] = {}
-    for kind in kinds:
-        hints |= get_type_hints(kind)
-    parser = TrlParser(kinds, usage=USAGE, allow_abbrev=False)
+    dataclasses_of_options = [DataArguments, NormAlignConfig, ModelArguments]
+    type_hints: dict[str, Any] = {}
+    for kind in dataclasses_of_options:
+        type_hints |= get_type_hints(kind)
+    parser = TrlParser(dataclasses_of_options, usage=USAGE, allow_abbrev=False)
     for action in parser._actions:
-        if action.type is not None and action.dest in hints:
-            action.type = _reader(hints[action.dest], action.choices or (), action.type)
+        if action.type is not None and action.dest in type_hints:
+            action.type = _text_parser(type_hints[action.dest], action.choices or (), action.type)
         if action.dest == "fsdp":  # a boolean, and before transformers 5 a text
-            action.type = _read_text_or_truth
+            action.type = partial(_parse_word, TRUTH, str)
     return parser
 
 
-def _reader(hint: Any, choices: Sequence[Any], read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns what reads an option's text: as `read` does, but in more words and numbers.
+def _text_parser(
+    hint: Any, choices: Sequence[Any], parse_text: Callable[[str], Any]
+) -> Callable[[str], Any]:
+    """Returns a function that parses an option's text, and knows more words than argparse.
 
     Args:
         hint: The type of the option.
         choices: The values that it may have, if they are few.
-        read: What argparse would read it with.
+        parse_text: The function that argparse would use.
     """
     if "no" in choices:
-        return partial(_read_choice, read)
-    types = _types_in(hint)
+        return partial(_parse_word, NO, parse_text)
+    types = {hint, *get_args(hint)}
+    for kind in list(types):
+        if get_origin(kind) is list:
+            types.add(get_args(kind)[0])
     if any(kind is dict or get_origin(kind) is dict for kind in types):
-        return _read_unless_off
+        return partial(_parse_word, dict.fromkeys(OFF), str)
     if str in types:
-        return _read_text_or_truth if bool in types else read
-    readers = {bool: truth, int: whole_number, float: number}
-    fitting = [reader for kind, reader in readers.items() if kind in types]
+        return partial(_parse_word, TRUTH, str) if bool in types else parse_text
+    parsers = {bool: truth, int: whole_number, float: number}
+    fitting = [parser for kind, parser in parsers.items() if kind in types]
     if len(fitting) != 1:
-        return read
+        return parse_text
     if type(None) in types:
-        return partial(_read_or_none, fitting[0])
+        return partial(_parse_word, NOTHING, fitting[0])
     return fitting[0]
 
 
-def _types_in(hint: Any) -> set[Any]:
-    """Returns the types that a value may have, or that those in its list may have."""
-    if get_origin(hint) is list:
-        return {get_args(hint)[0]}
-    types = {hint, *get_args(hint)}
-    for kind in get_args(hint):
-        if get_origin(kind) is list:
-            types.add(get_args(kind)[0])
-    return types
+def _parse_word(values: dict[str, Any], parse_text: Callable[[str], Any], text: str) -> Any:
+    """Returns the value of a word, or what `parse_text` makes of any other text."""
+    word = text.lower()
+    return values[word] if word in values else parse_text(text)
 
 
 def truth(text: str | bool) -> bool:
-    """Returns a boolean that is written in one of people's words for it."""
+    """Returns a boolean that is written as "true", "yes", "on" and the like.
+
+    Raises:
+        ArgumentTypeError: The text is another one.
+    """
     word = str(text).lower()
     if word in ("true", "yes", "on", "t", "y", "1"):
         return True
@@ -127,7 +147,11 @@ def truth(text: str | bool) -> bool:
 
 
 def number(text: str | float) -> float:
-    """Returns a number such as 0.5, 5e-1 or 1_000, also one that YAML writes as .inf."""
+    """Returns a number such as 0.5, 5e-1 or 1_000, also one that YAML writes as .inf.
+
+    Raises:
+        ArgumentTypeError: The text is not a number.
+    """
     try:
         return float(re.sub(r"\.(?=inf|nan)", "", str(text), flags=re.IGNORECASE))
     except ValueError:
@@ -135,7 +159,11 @@ def number(text: str | float) -> float:
 
 
 def whole_number(text: str | float) -> int:
-    """Returns a whole number such as 1000, 1e3 or 1_000."""
+    """Returns a whole number such as 1000, 1e3 or 1_000.
+
+    Raises:
+        ArgumentTypeError: The text is not a whole number.
+    """
     try:
         return int(str(text))
     except ValueError:
@@ -145,57 +173,16 @@ def whole_number(text: str | float) -> int:
     return int(value)
 
 
-def _read_or_none(read: Callable[[str], Any], text: str) -> Any:
-    if text.lower() in ("none", "null"):
-        return None
-    return read(text)
-
-
-def _read_choice(read: Callable[[str], Any], text: str) -> Any:
-    """Returns one of several words. "no" may be written as people and YAML write it."""
-    if text.lower() in ("no", "false", "off"):
-        return "no"
-    return read(text)
-
-
-def _read_unless_off(text: str) -> str | None:
-    """Returns the text of a mapping or the path of its file; None for words that switch it off."""
-    if text.lower() in OFF:
-        return None
-    return text
-
-
-def _read_text_or_truth(text: str) -> str | bool:
-    """Returns a boolean if the text is one, or the text."""
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    return words.get(text.lower(), text)
-
-
-def _read_lists(parser: TrlParser, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recipe with its lists read as on the command line. argparse reads single texts."""
-    actions = {action.dest: action for action in parser._actions}
-    read = dict(recipe)
-    for name, value in recipe.items():
-        action = actions.get(name)
-        if action is None or action.type is None:
-            continue
-        if isinstance(value, list):
-            texts = [entry for entry in value if isinstance(entry, str)]
-            if len(texts) == len(value) and action.nargs == "+":
-                read[name] = [parser._get_value(action, text) for text in value]
-        elif value is False and "no" in (action.choices or ()):
-            read[name] = "no"  # given in Python, or read as YAML 1.1
-    return read
-
-
-def _no_option(names: Sequence[str], parser: TrlParser) -> str:
-    """Returns a sentence about options that do not exist, with the closest one that does."""
-    known: list[str] = []
+def _parsed_lists(parser: TrlParser, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns a recipe with its lists parsed as on the command line. argparse parses only texts."""
+    parsed = dict(recipe)
     for action in parser._actions:
-        known += action.option_strings
-    sentence = f"There is no option {', '.join(names)}."
-    with_underscores = names[0].replace("-", "_").replace("__", "--", 1)
-    close = get_close_matches(with_underscores, known, n=1)
-    if close:
-        sentence += f" Did you mean {close[0]}?"
-    return sentence
+        recipe_value = recipe.get(action.dest)
+        if action.type is None:
+            continue
+        if isinstance(recipe_value, list) and action.nargs == "+":
+            if all(isinstance(entry, str) for entry in recipe_value):
+                parsed[action.dest] = [parser._get_value(action, text) for text in recipe_value]
+        elif recipe_value is False and "no" in (action.choices or ()):
+            parsed[action.dest] = "no"  # given in Python, or read as YAML 1.1
+    return parsed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run: what [`NormAlignTrainer`] checks and finds before weights are loaded."""
+"""The plan of a run: what [`NormAlignTrainer`] checks and reads before weights are loaded."""
 
 import copy
 import os
@@ -11,7 +11,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
-from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
@@ -29,6 +28,7 @@ from .collator import ConversationCollator
 from .command import NO_MODEL
 from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
+from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
 from .samplers import passes_in_step, rows_in_step
 from .settings import Precision, RunConfig, best_metric, check_fsdp, complete
@@ -96,12 +96,12 @@ class CheckedData:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that follows from what a person gave to a trainer. Nothing in it changes.
+    """Everything that follows from the arguments of a trainer. Nothing in it changes.
 
     Attributes:
         settings: All options, with their values on this machine and with these rows.
         precision: The precision of steps, and why.
-        learning_rates: The peak learning rate of each module; 0 if it is frozen.
+        learning_rates: The peak learning rate of each module, 0 if it is frozen.
         model: The model before its weights are loaded.
         data: The rows, what collates them, and the report of what was read and dropped.
         optimizer: The optimizer's class and arguments, if they were given.
@@ -112,10 +112,10 @@ class Plan:
     learning_rates: dict[str, float]
     model: OpenedModel
     data: CheckedData
-    optimizer: tuple[type[Optimizer], dict[str, Any]] | None
+    optimizer: OptimizerClass | None
 
     def trainer_config(self) -> RunConfig:
-        """Returns a copy of the options, which TRL's trainer may change."""
+        """Returns a copy of the options that TRL's trainer may change."""
         config = copy.copy(self.settings)
         config.accelerator_config = copy.copy(config.accelerator_config)
         return config
@@ -126,15 +126,16 @@ def prepare(
     model: GivenModel,
     data: GivenData,
     *,
-    optimizer: tuple[type[Optimizer], dict[str, Any]] | None = None,
+    optimizer: OptimizerClass | None = None,
     has_metrics: bool = False,
 ) -> Plan:
     """Checks everything that can be checked before weights are loaded, and plans the run.
 
-    All processes of a run must call it together.
+    All processes of a run must call it together. It may open the process group, and fetches files
+    of the checkpoint and data from the Hub.
 
     Args:
-        args: The options; `None` for the defaults. They are not changed.
+        args: The options. `None` means the defaults. They are not changed.
         model: The model, and how it is loaded.
         data: The rows, and what collates them.
         optimizer: The optimizer's class and arguments. Its `lr` replaces `learning_rate`.
@@ -142,45 +143,51 @@ def prepare(
 
     Raises:
         ValueError: Options, model or rows cannot be used, or do not go together.
-        TypeError: The rows are not a data set.
+        TypeError: The options, the model, its quantization or the rows have the wrong type.
+        OSError: A file of the checkpoint or the data cannot be read or fetched.
     """
     given = given_options(args, model.model, data.collator)
     if optimizer is not None and "lr" in optimizer[1]:
         given = replace(given, learning_rate=optimizer[1]["lr"])
     settings, precision = complete(given)
     if has_metrics and getattr(data.collator or settings, "padding_free", False):
-        raise ValueError("compute_metrics needs rows, which padding_free joins. Leave one out.")
+        raise ValueError("compute_metrics needs rows, but padding_free joins them. Leave one out.")
     check_options(settings, model.model)
     settings.settle(gradient_accumulation_steps=accumulation_steps(settings))
 
     opened = open_model(model, settings)
     settings.settle(model_init_kwargs=opened.init_kwargs)
-    rates = settings.learning_rates(opened.adapters is not None)
+    learning_rates = settings.learning_rates(opened.adapters is not None)
 
     collator = make_collator(data, opened.processor, settings)
     settings.settle(padding_free=getattr(collator, "padding_free", False))
-    checked = check_data(data, collator, settings, needs_images(settings, rates))
+    checked = read_data(data, collator, settings, needs_images(settings, learning_rates))
     check_best_metric(settings, checked.held_out, has_metrics)
     warn_of_positions(checked.report, opened.config)
-    # TRL does so for a stream of training rows only; held-out rows may be one too.
+    # TRL does so only for a stream of training rows. Held-out rows may be a stream too.
     accelerator_config = copy.copy(settings.accelerator_config)
     accelerator_config.dispatch_batches = False
     settings.settle(accelerator_config=accelerator_config)
-    if isinstance(checked.train, IterableDataset):  # which has one shard
+    if isinstance(checked.train, IterableDataset):  # it has one shard
         settings.settle(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
     if settings.packing:
         settings.settle(global_batch_size=rows_in_step(settings))
         settings.settle(gradient_accumulation_steps=passes_in_step(settings, checked.train))
-    return Plan(settings, precision, rates, opened, checked, optimizer)
+    return Plan(settings, precision, learning_rates, opened, checked, optimizer)
 
 
 def given_options(
     args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
 ) -> NormAlignConfig:
-    """Returns the options as `NormAlignConfig`. An `SFTConfig` means what it does in TRL, but:
+    """Returns the options as `NormAlignConfig`.
 
-    The loss is on the assistant's turns, unless another collator makes the labels. Long rows are
-    dropped, not cut. `packing` keeps the rows of each step. Only the end is pushed.
+    An `SFTConfig` means the same as in TRL, with four exceptions. The loss is on the assistant's
+    turns, unless another collator makes the labels. Long rows are dropped, not cut. `packing` keeps
+    the rows of each step. Only the final model is pushed to the Hub.
+
+    Raises:
+        ValueError: An option has a value that is refused.
+        TypeError: The options have another type.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
@@ -191,11 +198,11 @@ def given_options(
     if not isinstance(args, TrainingArguments):
         raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
     known = {field.name for field in fields(NormAlignConfig) if field.init}
-    options = {name: value for name, value in vars(args).items() if name in known}
+    options = {option: value for option, value in vars(args).items() if option in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
-        fact = "assistant_only_loss is False, but the loss is on the assistant's turns"
-        logger.warning(f"{fact}. Set it to True.")
+        problem = "assistant_only_loss is False, but the loss is on the assistant's turns"
+        logger.warning(f"{problem}. Set it to True.")
     options["assistant_only_loss"] = True
     options["remove_unused_columns"] = False
     options["sample_count"] = 0  # TRL's trainer answers nothing
@@ -210,19 +217,26 @@ def needs_images(settings: RunConfig, learning_rates: dict[str, float]) -> bool:
 
 
 def check_options(settings: RunConfig, model: Any) -> None:
-    """Checks that options can be used here, with this model and by this account."""
+    """Checks that options can be used here, with this model and by this account.
+
+    The Hub is asked if the result is to be pushed.
+
+    Raises:
+        ValueError: An option cannot be used.
+        OSError: The Hub cannot be reached.
+    """
     check_fsdp(settings)
     init_kwargs = settings.model_init_kwargs or {}
     is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
-    if settings.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
+    if settings.n_gpu > 1 and not is_placed:  # TRL refuses it after loading
         gpus = settings.n_gpu
-        several = f"normalign train RECIPE --accelerate_config ddp --num_processes {gpus}"
         raise ValueError(
-            f"This process sees {gpus} GPUs and trains on one. Set CUDA_VISIBLE_DEVICES=0, "
-            f"or start a process for each: `{several}`."
+            f"This process sees {gpus} GPUs and trains on one. Set CUDA_VISIBLE_DEVICES=0, or "
+            "start a process for each: `normalign train RECIPE --accelerate_config ddp "
+            f"--num_processes {gpus}`."
         )
     if settings.dry_run and is_deepspeed_zero3_enabled():
-        raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
+        raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2: it divides as much.")
     if settings.packing and settings.max_length is None:
         raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
     if settings.process_index != 0:
@@ -235,33 +249,38 @@ def check_options(settings: RunConfig, model: Any) -> None:
 
 
 def check_repository(settings: RunConfig) -> None:
-    """Raises an error unless this account can publish to the repository of a run."""
+    """Raises ValueError or OSError unless this account can publish to the repository of a run."""
     from ..hub_cards.card.metadata import check_replaceable
     from ..hub_cards.push.record import check_files_of_others
     from ..hub_cards.push.repository import find_repository, log_in
 
-    name = settings.hub_model_id or Path(settings.output_dir).absolute().name
-    api = log_in(name, settings.hub_token)
-    if "/" not in name:
-        name = f"{api.whoami()['name']}/{name}"
-    repository = find_repository(api, name, branch=settings.hub_revision or "main")
-    check_replaceable(repository.card, name)
+    repository_name = settings.hub_model_id or Path(settings.output_dir).absolute().name
+    api = log_in(repository_name, settings.hub_token)
+    if "/" not in repository_name:
+        repository_name = f"{api.whoami()['name']}/{repository_name}"
+    repository = find_repository(api, repository_name, branch=settings.hub_revision or "main")
+    check_replaceable(repository.card, repository_name)
     check_files_of_others(repository)
 
 
 def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
-    """Checks the model, its processor and its adapters, and how they are loaded."""
+    """Opens the model, its processor and its adapters, and checks them.
+
+    Raises:
+        ValueError: One of them cannot be used.
+        TypeError: The model or the quantization has the wrong type.
+        OSError: A file of the checkpoint cannot be read or fetched.
+    """
     checkpoint = None
+    init_kwargs = settings.model_init_kwargs
     if isinstance(given.model, nn.Module):
         check_model(given, settings.arm)
         config = given.model.config
-        init_kwargs = settings.model_init_kwargs
     else:
         checkpoint = open_named(given, settings)
         config = config_of_arm(checkpoint, settings.arm)
         dtype = frozen_dtype(config, settings)
-        kwargs = settings.model_init_kwargs or {}
-        init_kwargs = {**kwargs, "revision": checkpoint.revision, "dtype": dtype}
+        init_kwargs = {**(init_kwargs or {}), "revision": checkpoint.revision, "dtype": dtype}
     adapters = check_adapters(given, config, settings)
     if adapters is not None:
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
@@ -293,7 +312,13 @@ def check_model(given: GivenModel, arm: str | None) -> None:
 
 
 def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
-    """Returns the checkpoint to load; raises ValueError or OSError if it cannot be trained."""
+    """Opens the checkpoint to load.
+
+    Raises:
+        ValueError: The checkpoint cannot be trained.
+        TypeError: The model has the wrong type.
+        OSError: A file of the checkpoint cannot be read or fetched.
+    """
     if not isinstance(given.model, str | os.PathLike):
         raise TypeError(f"model is a {type(given.model).__name__}. Give a folder, Hub id or model.")
     if given.quantization is not None and is_deepspeed_zero3_enabled():
@@ -305,8 +330,7 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
         raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
     check_architecture(checkpoint.model_type, checkpoint.name)
     suffixes = {file.suffix for file in folder.glob("*model*")}
-    has_weights = bool(suffixes & {".safetensors", *PICKLES})
-    if has_weights or not settings.dry_run:
+    if not settings.dry_run or suffixes & {".safetensors", *PICKLES}:
         checkpoint.weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
     return checkpoint
 
@@ -314,7 +338,12 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
 def check_adapters(
     given: GivenModel, config: NormAlignLlavaConfig, settings: RunConfig
 ) -> LoraConfig | None:
-    """Returns the adapters of the language model; raises ValueError if it cannot have them."""
+    """Returns the adapters, limited to the language model, or None.
+
+    Raises:
+        ValueError: The model cannot have these adapters, or cannot be quantized like this.
+        TypeError: The quantization has the wrong type.
+    """
     if given.adapters is None and given.quantization is None:
         return None
     if not isinstance(given.quantization, BitsAndBytesConfig | None):
@@ -333,21 +362,29 @@ def check_adapters(
 
 
 def open_processor(given: GivenModel, checkpoint: Checkpoint | None) -> LlavaProcessor:
-    """Returns the processor that was given, or the checkpoint's, made to agree with itself."""
+    """Returns the given processor, or opens the checkpoint's. Makes it agree with itself.
+
+    Raises:
+        ValueError: There is none, or it cannot be used.
+    """
     processor = given.processor
     if processor is None:
         if checkpoint is None and not given.model.name_or_path:
             raise ValueError("The model names no folder with its processor. Give processing_class.")
         processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
     if not isinstance(processor, LlavaProcessor):
-        kind = type(processor).__name__
-        raise ValueError(f"processing_class is a {kind}. Give a LlavaProcessor, or none.")
+        type_name = type(processor).__name__
+        raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
     settle(processor)
     return processor
 
 
 def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfig) -> DataCollator:
-    """Returns the given collator, or our own; raises ValueError if it cannot do what is asked."""
+    """Returns the given collator, or our own.
+
+    Raises:
+        ValueError: The collator does not go with the data or the options.
+    """
     if isinstance(data.train, DataArguments) and (data.collator or data.held_out):
         raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
     joins_rows = settings.padding_free
@@ -362,80 +399,72 @@ def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfi
     return collator
 
 
-def check_data(
+def read_data(
     data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
 ) -> CheckedData:
-    """Reads and checks the rows, and gives the collator what it needs to count bad ones."""
+    """Reads and checks the rows, and gives the collator what it needs to count bad ones.
+
+    Raises:
+        ValueError: The rows cannot be trained on, or do not go with the options.
+        TypeError: The rows are not a data set.
+        OSError: A file of the data cannot be read or fetched.
+    """
+    output_dir = Path(settings.output_dir)
     if isinstance(data.train, DataArguments):
-        checked = load_named(data.train, collator, settings, need_images)
+        dropped_rows = None
+        if not settings.dry_run:
+            dropped_rows = DroppedRows(output_dir / DROPPED_ROWS)
+        collator = replace(collator, bad_rows=data.train.bad_rows, dropped_rows=dropped_rows)
+        named_data = load_data(
+            data.train,
+            collator.processor,
+            seed=settings.seed,
+            with_eval=settings.eval_strategy != "no",
+            need_images=need_images,
+            max_length=settings.max_length,
+            dropped_rows=dropped_rows,
+            processes=settings.dataset_num_proc,
+        )
+        checked = CheckedData(named_data.train, named_data.eval, collator, named_data.report)
     else:
         checked = check_given(data, collator, settings, need_images)
     is_stream = isinstance(checked.train, IterableDataset)
     if is_stream:
         check_stream(settings)
-    if not isinstance(checked.collator, ConversationCollator):
+    if not isinstance(collator, ConversationCollator):
         return checked
-    collator = share_skip_budget(checked.collator, checked.report, is_stream)
+    sources = checked.report.sources
+    collator = replace(collator, skippable=sum(source.skippable for source in sources))
+    if is_stream:
+        collator.share = collator.skippable / (MANY_ROWS * max(1, len(sources)))
     if not settings.dry_run:  # all processes of the run have this file, and a resumed run has it
-        skipped = SkippedRows(Path(settings.output_dir) / SKIPPED_ROWS)
-        collator = replace(collator, skipped_rows=skipped)
+        collator.skipped_rows = SkippedRows(output_dir / SKIPPED_ROWS)
     return replace(checked, collator=collator)
-
-
-def load_named(
-    named: DataArguments,
-    collator: ConversationCollator,
-    settings: RunConfig,
-    need_images: bool,
-) -> CheckedData:
-    """Reads and checks the rows that `DataArguments` name."""
-    dropped = None
-    if not settings.dry_run:
-        dropped = DroppedRows(Path(settings.output_dir) / DROPPED_ROWS)
-    collator = replace(collator, bad_rows=named.bad_rows, dropped_rows=dropped)
-    data = load_data(
-        named,
-        collator.processor,
-        seed=settings.seed,
-        with_eval=settings.eval_strategy != "no",
-        need_images=need_images,
-        max_length=settings.max_length,
-        dropped_rows=dropped,
-        processes=settings.dataset_num_proc,
-    )
-    return CheckedData(data.train, data.eval, collator, data.report)
 
 
 def check_given(
     data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
 ) -> CheckedData:
-    """Checks rows that were given in memory or as a stream."""
-    train, counted = checked_rows(
+    """Checks rows that were given in memory or as a stream. Raises what [`read_data`] raises."""
+    train, train_report = checked_rows(
         data.train, "train_dataset", collator, settings, "train", need_images
     )
-    reports = [counted]
+    reports = [train_report]
     held_out: Any = None
     if isinstance(data.held_out, dict):
         held_out = {}
-        for name, rows in data.held_out.items():
-            held_out[name], counted = checked_rows(rows, name, collator, settings, "eval")
-            reports.append(counted)
+        for data_name, held_out_rows in data.held_out.items():
+            held_out[data_name], source_report = checked_rows(
+                held_out_rows, data_name, collator, settings, "eval"
+            )
+            reports.append(source_report)
     elif data.held_out is not None:
-        held_out, counted = checked_rows(data.held_out, "eval_dataset", collator, settings, "eval")
-        reports.append(counted)
+        held_out, source_report = checked_rows(
+            data.held_out, "eval_dataset", collator, settings, "eval"
+        )
+        reports.append(source_report)
     report = DataReport([source for source in reports if source is not None])
     return CheckedData(train, held_out, collator, report)
-
-
-def share_skip_budget(
-    collator: ConversationCollator, report: DataReport, is_stream: bool
-) -> ConversationCollator:
-    """Returns the collator with the number of rows that it may skip, or their share in a stream."""
-    skippable = sum(source.skippable for source in report.sources)
-    share = 0.0
-    if is_stream:
-        share = skippable / (MANY_ROWS * max(1, len(report.sources)))
-    return replace(collator, skippable=skippable, share=share)
 
 
 def warn_of_positions(report: DataReport, config: NormAlignLlavaConfig) -> None:
@@ -458,21 +487,21 @@ def check_stream(settings: RunConfig) -> None:
 
 
 def check_best_metric(settings: RunConfig, held_out: Any, has_metrics: bool) -> None:
-    """Raises ValueError if what tells the best step is not measured on the held-out rows.
+    """Raises ValueError if the metric of the best step is not measured on the held-out rows.
 
     The Trainer would find out when it saves its first checkpoint. Several data sets have their
-    names in their metrics, and metrics of somebody's own are not known before.
+    names in their metrics. The names of a person's own metrics are not known.
     """
     if not settings.load_best_model_at_end:
         return
     if held_out is None:
         raise ValueError("load_best_model_at_end needs held-out rows. Give eval_dataset.")
     metric = best_metric(settings)
-    names = [""]
+    prefixes = ["eval_"]
     if isinstance(held_out, dict):
-        names = [f"{name}_" for name in held_out]
-    losses = [f"eval_{name}loss" for name in names]
-    is_own = has_metrics and metric.startswith(tuple(f"eval_{name}" for name in names))
+        prefixes = [f"eval_{name}_" for name in held_out]
+    losses = [f"{prefix}loss" for prefix in prefixes]
+    is_own = has_metrics and metric.startswith(tuple(prefixes))
     if metric not in losses and not is_own:
         raise ValueError(
             f"metric_for_best_model {metric} is not measured here. Set it to {' or '.join(losses)}."
@@ -490,10 +519,14 @@ def checked_rows(
     """Returns rows for a [`ConversationCollator`], and a report.
 
     Rows for another collator stay as they are, and have no report.
+
+    Raises:
+        ValueError: The rows cannot be trained on.
+        TypeError: The rows are not a data set.
     """
     if not isinstance(rows, Rows):
-        kind = type(rows).__name__
-        raise TypeError(f"{name} is a {kind}. Give a Dataset (Dataset.from_list) or a stream.")
+        type_name = type(rows).__name__
+        raise TypeError(f"{name} is a {type_name}. Give a Dataset (Dataset.from_list) or a stream.")
     if not isinstance(collator, ConversationCollator):
         return rows, None
     checks = Checks(
@@ -512,7 +545,7 @@ def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> in
 
     Args:
         settings: The options of the run.
-        world_size: How many processes train; by default those of this run.
+        world_size: How many processes train, by default as many as in this run.
 
     Raises:
         ValueError: No number of passes gives it, or another number was asked for.
@@ -522,18 +555,20 @@ def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> in
     in_config = accelerator.gradient_accumulation_kwargs or {}
     if accelerator.split_batches or accelerator.dispatch_batches or "num_steps" in in_config:
         raise ValueError("accelerator_config would change the rows in a step. Leave it out.")
-    total = settings.global_batch_size
-    if total is None:
+    global_batch = settings.global_batch_size
+    if global_batch is None:
         return accumulation
     world_size = world_size or settings.world_size
-    rows = settings.per_device_train_batch_size
-    steps, rest = divmod(total, rows * world_size)
-    if rest or not steps:
-        product = f"per_device_train_batch_size {rows} x {world_size} process(es)"
-        raise ValueError(f"global_batch_size {total} is not a multiple of {product}. Change one.")
-    if accumulation not in (1, steps):
+    rows_in_pass = settings.per_device_train_batch_size
+    passes, remainder = divmod(global_batch, rows_in_pass * world_size)
+    if remainder or not passes:
+        product = f"per_device_train_batch_size {rows_in_pass} x {world_size} process(es)"
         raise ValueError(
-            f"gradient_accumulation_steps {accumulation} contradicts global_batch_size {total}. "
-            f"Leave gradient_accumulation_steps out: {steps} would be derived."
+            f"global_batch_size {global_batch} is not a multiple of {product}. Change one."
         )
-    return steps
+    if accumulation not in (1, passes):
+        raise ValueError(
+            f"gradient_accumulation_steps {accumulation} contradicts global_batch_size "
+            f"{global_batch}. Leave gradient_accumulation_steps out: {passes} would be derived."
+        )
+    return passes

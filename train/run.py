@@ -18,7 +18,7 @@ from ..data.sources.arguments import DataArguments
 from ..signals import Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.summary import gib, render_dropped
+from .keeping.summary import gib, read_dropped
 from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig
 from .parsing import parse
@@ -31,10 +31,18 @@ Callbacks: TypeAlias = Sequence[TrainerCallback]
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
-    """`normalign train`: the folder of the result, or None after a dry run.
+    """Runs `normalign train`. Returns the folder of the result, or None after a dry run.
 
-    `words` are the command line, without its recipe if [`read_command`] has read that. If a run is
-    stopped, a note says how to resume it. A dry run exits with 1 if a step does not fit.
+    Args:
+        words: The command line, without its recipe if `recipe` is given.
+        recipe: What [`read_command`] has read.
+
+    Raises:
+        ValueError: An option, the model or the data is wrong.
+        OSError: A file cannot be read, written or fetched.
+        FloatingPointError: Weights or a step are not finite.
+        SystemExit: A step of a dry run does not fit.
+        KeyboardInterrupt, Terminated: The run was stopped. A note says how to resume it.
     """
     data, args, model = parse(words, recipe)
     if args.dry_run:
@@ -51,15 +59,16 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
 def train(
     data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
 ) -> Path:
-    """Trains, with further callbacks, and writes the result; raises what [`main`] raises."""
+    """Trains, with further callbacks, and writes the result. Raises what [`main`] raises."""
     output = Path(args.output_dir)
     complete(args)  # opens the process group: one process locks the folder for all
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(trainer.summary())
-        dropped = DroppedRows(output / DROPPED_ROWS)
-        console.print(*(before := render_dropped(dropped)), sep="\n")
+        dropped_rows = DroppedRows(output / DROPPED_ROWS)
+        dropped_before = read_dropped(dropped_rows)
+        console.print(*dropped_before, sep="\n")
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             with writing_result(output):
@@ -71,10 +80,14 @@ def train(
                 raise BadRow(f"{error} {advice}") from error
             error.add_note(advice)
             raise
-        if (lines := render_dropped(dropped)) != before:  # rows whose images training met
-            console.print(*lines, sep="\n")
-        if args.push_to_hub and (published := trainer.publish()):
-            console.print(f"Published: {published.repository.url}, commit {published.commit.oid}.")
+        dropped_now = read_dropped(dropped_rows)
+        if dropped_now != dropped_before:  # training met bad images
+            console.print(*dropped_now, sep="\n")
+        if args.push_to_hub:
+            published = trainer.publish()
+            if published:  # in the first process
+                commit = published.commit.oid
+                console.print(f"Published: {published.repository.url}, commit {commit}.")
         trainer.end()  # trackers, and the process group
     return output
 
@@ -82,7 +95,11 @@ def train(
 def make_trainer(
     data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
 ) -> tuple[NormAlignTrainer, Path | None]:
-    """The trainer of a run, and the checkpoint that it resumes, whose options must be the same."""
+    """Returns the trainer of a run, and the checkpoint that it resumes.
+
+    Removes the list of rows that an earlier run dropped, unless it is resumed. Raises what
+    [`resolve_resume`], [`NormAlignTrainer`] and its `check_resumed` raise.
+    """
     output = Path(args.output_dir)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     resume = resolve_resume(args.resume_from_checkpoint, output, processes)
@@ -103,75 +120,78 @@ def make_trainer(
 
 
 def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
-    """Checks what training checks, prints summary and memory of a step; returns whether it fits."""
+    """Checks what training checks. Prints the summary and the memory of a step.
+
+    Returns whether it fits. Raises what [`main`] raises.
+    """
 
     def make(further_words: Sequence[str] = ()) -> NormAlignTrainer:
         parsed = parse([*words, *further_words], recipe)
-        trainer, _ = make_trainer(*parsed)
-        return trainer
+        return make_trainer(*parsed)[0]
 
     trainer = make()
     estimate = trainer.estimate_memory()
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(trainer.summary(), estimate)
     checkpointing = not trainer.args.gradient_checkpointing
-    other = trainer.estimate_memory(checkpointing)
+    total = gib(trainer.estimate_memory(checkpointing).total)
     with_or_without = "With" if checkpointing else "Without"
-    console.print(f"{with_or_without} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
+    console.print(f"{with_or_without} gradient checkpointing: {total}.", soft_wrap=True)
     if not estimate.fits:
         console.print(remedy(trainer, make), soft_wrap=True)
     return estimate.fits
 
 
 def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrainer]) -> str:
-    """The first of some changes, from small to large, with which a step fits that does not.
+    """Returns a sentence with the smallest change that makes a step fit, or says that none does.
 
-    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16
-    if the language model is frozen; 4 bits; all of that: each with the rows as they are, and with
-    one row in a pass. `make` takes further words.
+    The changes are fewer rows in a pass (halved each time), gradient checkpointing, adapters (or
+    bfloat16 if the language model is frozen), 4 bits, and all of that. Each is tried with the rows
+    as they are, and with one row in a pass.
+
+    Args:
+        trainer: The trainer whose step does not fit.
+        make: Makes a trainer with further words on the command line.
     """
-    changes = possible_changes(trainer)
-    for words in changes:
-        with suppress(ValueError, ImportError):  # options that do not go together
-            estimate = make(words).estimate_memory()
-            if estimate.fits:
-                return f"Would fit: {' '.join(words)}. {estimate.verdict}"
     tried = ""
-    if changes:
-        tried = f", not even {' '.join(changes[-1])}"
-    return f"Nothing that was tried fits{tried}. Fewer tokens may: lower --max_length."
+    for options in possible_changes(trainer):
+        with suppress(ValueError, ImportError):  # options that do not go together
+            estimate = make(options.split()).estimate_memory()
+            if estimate.fits:
+                return f"Would fit: {options}. {estimate.verdict}"
+        tried = f", not even {options}"
+    return f"Nothing that was tried fits{tried}. Fewer tokens may fit: lower --max_length."
 
 
-def possible_changes(trainer: NormAlignTrainer) -> list[list[str]]:
-    """Returns words that make a step take less memory, from small changes to large ones."""
+def possible_changes(trainer: NormAlignTrainer) -> list[str]:
+    """Returns options that make a step take less memory, from small changes to large ones."""
     args = trainer.args
-    smaller_batches = []
-    rows = args.per_device_train_batch_size // 2
-    while rows:
-        smaller_batches.append(["--per_device_train_batch_size", str(rows)])
-        rows //= 2
-    one_row = smaller_batches[-1] if smaller_batches else []
+    changes = []
+    rows_in_pass = args.per_device_train_batch_size // 2
+    while rows_in_pass:
+        changes.append(f"--per_device_train_batch_size {rows_in_pass}")
+        rows_in_pass //= 2
+    one_row = changes[-1] if changes else ""
 
-    checkpointing: list[str] = []
-    if not args.gradient_checkpointing:
-        checkpointing = ["--gradient_checkpointing", "true"]
-    half: list[str] = []
-    if args.model_init_kwargs["dtype"] == "float32":
-        half = ["--dtype", "bfloat16"]
-    has_adapters = isinstance(trainer.model, PeftModel)
-    adapters: list[str] = []
-    if trainer.learning_rates["language"] > 0 and not has_adapters:
-        adapters = ["--use_peft", "true"]
-    in_4_bits: list[str] = []
+    checkpointing = "--gradient_checkpointing true"
+    if args.gradient_checkpointing:
+        checkpointing = ""
+    adapters = "--use_peft true"
+    if isinstance(trainer.model, PeftModel) or not trainer.learning_rates["language"]:
+        adapters = ""
+    half_precision = "--dtype bfloat16"
+    if args.model_init_kwargs["dtype"] != "float32":
+        half_precision = ""
+    in_4_bits = f"{adapters} --load_in_4bit true {half_precision}"
     is_in_4_bits = getattr(base_model(trainer.model), "is_loaded_in_4bit", False)
-    if not is_in_4_bits and find_spec("bitsandbytes") is not None:
-        in_4_bits = [*adapters, "--load_in_4bit", "true", *half]
-    smaller_model = adapters or half
-    everything = [*checkpointing, *(in_4_bits or smaller_model)]
+    if is_in_4_bits or find_spec("bitsandbytes") is None:
+        in_4_bits = ""
+    smaller_model = adapters or half_precision
+    everything = f"{checkpointing} {in_4_bits or smaller_model}"
 
-    changes = list(smaller_batches)
     for change in (checkpointing, smaller_model, in_4_bits, everything):
-        for words in (change, [*change, *one_row]):
-            if change and words not in changes:
-                changes.append(words)
+        for words in (change.split(), f"{change} {one_row}".split()):
+            options = " ".join(words)
+            if change.strip() and options not in changes:
+                changes.append(options)
     return changes

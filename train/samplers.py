@@ -16,14 +16,17 @@ from .settings import RunConfig
 
 
 def train_sampler(args: RunConfig, rows: Dataset) -> Sampler | None:
-    """The order of rows with `group_by_length` or `packing`; else None: the Trainer's own."""
-    grouped = args.train_sampling_strategy == "group_by_length"
-    if not (grouped or args.packing) or "length" not in (rows.column_names or []):
+    """Returns the order of rows with `group_by_length` or `packing`.
+
+    Otherwise it returns None, and the Trainer chooses the order.
+    """
+    is_grouped = args.train_sampling_strategy == "group_by_length"
+    if not (is_grouped or args.packing) or "length" not in (rows.column_names or []):
         return None
     lengths = rows.with_format(None)["length"][:]  # without building rows, as the Trainer would
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler: Sampler
-    if grouped:
+    if is_grouped:
         sampler = SeededLengthGroups(lengths, rows_in_step(args), seed)
     elif args.train_sampling_strategy == "sequential":
         sampler = SequentialSampler(rows)
@@ -35,56 +38,46 @@ def train_sampler(args: RunConfig, rows: Dataset) -> Sampler | None:
 
 
 def rows_in_step(args: RunConfig) -> int:
-    """Rows of an optimizer step, over all processes."""
+    """Returns the rows of an optimizer step, over all processes."""
     passes = args.gradient_accumulation_steps * args.world_size
     return args.global_batch_size or args.train_batch_size * passes
 
 
 def passes_in_step(args: RunConfig, rows: Dataset) -> int:
-    """The fewest forward passes of a process, in every step of a packed run, that hold its rows.
+    """Returns the fewest forward passes of a process that hold its rows in every packed step.
 
     A pass holds `max_length` tokens for each of the `per_device_train_batch_size` rows that it has
-    without packing, and thus never more than a batch of padded rows might. Raises ValueError if a
-    row is longer than that.
+    without packing. So it never has more tokens than a batch of padded rows might.
+
+    Raises:
+        ValueError: A row is longer than a pass.
     """
     sampler = train_sampler(args, rows)
     assert isinstance(sampler, BalancedSampler) and args.max_length is not None
-    most = args.max_length * args.train_batch_size
-    longest = max(sampler.lengths)
-    if longest > most:
+    most_tokens = args.max_length * args.train_batch_size
+    longest_row = max(sampler.lengths)
+    if longest_row > most_tokens:
         raise ValueError(
-            f"A row has {longest:,} tokens, and a packed pass holds {most:,}, by max_length. Set "
-            f"--max_length {longest}, or leave packing out."
+            f"A row has {longest_row:,} tokens, and a packed pass holds {most_tokens:,}, by "
+            f"max_length. Set --max_length {longest_row}, or leave packing out."
         )
     epochs = ceil(args.num_train_epochs)
     if args.max_steps > 0:
         epochs = ceil(args.max_steps / sampler.steps_of_epoch)
-    passes = 1
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for step in sampler.steps():
-            lengths = [sampler.lengths[row] for row in step]
-            while _largest_pass(lengths, passes, args.world_size) > most:
-                passes += 1
-    return passes
-
-
-def _largest_pass(lengths: Sequence[int], passes: int, processes: int) -> int:
-    """Tokens of the largest pass of a step of rows with these lengths."""
-    passes_of_all = passes_of_rows(len(lengths), passes, processes)
-    tokens_of_passes = []
-    for positions in balanced(lengths, passes_of_all, processes):
-        tokens_of_passes.append(sum(lengths[position] for position in positions))
-    return max(tokens_of_passes)
-
-
-def passes_of_rows(rows: int, passes: int, processes: int) -> int:
-    """Passes of all processes in a step of so many rows: the last one of an epoch may have few."""
-    return min(passes, rows // processes) * processes
+    sampler.grad_accum = 1
+    for epoch_number in range(epochs):
+        sampler.set_epoch(epoch_number)
+        for step_rows in sampler.steps():
+            while sampler.most_tokens(step_rows) > most_tokens:
+                sampler.grad_accum += 1
+    return sampler.grad_accum
 
 
 class SeededLengthGroups(LengthGroupedSampler):
-    """The Trainer's sampler, whose order depends on seed and epoch, not on random states."""
+    """The Trainer's sampler, with an order that depends on seed and epoch, not on random states.
+
+    With only a `generator`, a resumed run would begin with the first epoch's order.
+    """
 
     def __init__(self, lengths: list[int], batch_size: int, seed: int):
         super().__init__(batch_size, lengths=lengths)
@@ -100,9 +93,10 @@ class SeededLengthGroups(LengthGroupedSampler):
 
 
 def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[list[int]]:
-    """The positions of each pass's rows: the longest first go to the pass with the fewest tokens.
+    """Returns the positions of each pass's rows, so that passes have nearly equal tokens.
 
-    First comes a pass of every process, then the next of every process, largest first. The order of
+    The longest row goes first, always to the pass with the fewest tokens. The result begins with a
+    pass for every process, then comes the next for every process, largest first. The order of
     processes alternates, so that the sums of tokens over a process's passes are close too.
     """
     open_passes: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(passes)]
@@ -112,22 +106,23 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
         rows.append(position)
         heapq.heapreplace(open_passes, (tokens + lengths[position], number, rows))
     largest_first = sorted(open_passes, key=lambda entry: (-entry[0], entry[1]))
-    dealt = []
-    for turn, start in enumerate(range(0, passes, processes)):
-        of_processes = [rows for _, _, rows in largest_first[start : start + processes]]
-        if turn % 2:
-            of_processes.reverse()
-        dealt += of_processes
-    return dealt
+    passes_in_order = []
+    for round_number, first_pass in enumerate(range(0, passes, processes)):
+        simultaneous = [rows for _, _, rows in largest_first[first_pass : first_pass + processes]]
+        if round_number % 2:
+            simultaneous.reverse()
+        passes_in_order += simultaneous
+    return passes_in_order
 
 
 class BalancedSampler(BatchRebalanceSampler):
-    """The rows of a process's forward passes, of nearly equal tokens; steps are as without packing.
+    """Divides each step's rows into passes of nearly equal tokens. Steps are as without packing.
 
-    It extends transformers' sampler, whose batches the Trainer takes as those of one process. The
-    order is that of `sampler`. The last step of an epoch has a multiple of `train_batch_size` rows
-    for each process, as in accelerate: the epoch's first rows fill it, or its rest is dropped. A
-    step has `gradient_accumulation_steps` passes in each process, or one for each of its rows.
+    transformers' own sampler minimizes padding, and bounds no pass's tokens. Its type has the
+    Trainer take the batches of this process as they are. The rows are in the order of `sampler`.
+    The last step of an epoch has a multiple of `train_batch_size` rows for each process, as in
+    accelerate: the epoch's first rows fill it, or its rest is dropped. A step has
+    `gradient_accumulation_steps` passes in each process, or one for each of its rows.
     """
 
     def __init__(self, sampler: Sampler[int], lengths: list[int], args: RunConfig):
@@ -149,20 +144,26 @@ class BalancedSampler(BatchRebalanceSampler):
             self.sampler.set_epoch(epoch)
 
     def steps(self) -> Iterator[list[int]]:
-        """The rows of each optimizer step, over all processes."""
-        order = list(islice(cycle(self.sampler), self.rows_of_epoch))
-        for start in range(0, self.rows_of_epoch, self.effective_batch_size):
-            yield order[start : start + self.effective_batch_size]
+        """Yields the rows of each optimizer step, over all processes."""
+        row_order = list(islice(cycle(self.sampler), self.rows_of_epoch))
+        for first_row in range(0, self.rows_of_epoch, self.effective_batch_size):
+            yield row_order[first_row : first_row + self.effective_batch_size]
+
+    def passes(self, rows: Sequence[int]) -> list[list[int]]:
+        """Returns the rows of each pass of a step, over all processes."""
+        passes_of_process = min(self.grad_accum, len(rows) // self.dp_size)
+        lengths = [self.lengths[row] for row in rows]
+        passes = balanced(lengths, passes_of_process * self.dp_size, self.dp_size)
+        return [[rows[position] for position in positions] for positions in passes]
+
+    def most_tokens(self, rows: Sequence[int]) -> int:
+        """Returns the tokens of the largest pass of a step."""
+        return max(sum(self.lengths[row] for row in numbers) for numbers in self.passes(rows))
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows in self.steps():
-            passes = passes_of_rows(len(rows), self.grad_accum, self.dp_size)
-            lengths = [self.lengths[row] for row in rows]
-            dealt = balanced(lengths, passes, self.dp_size)
-            for positions in dealt[self.rank :: self.dp_size]:
-                yield [rows[position] for position in positions]
+            yield from self.passes(rows)[self.rank :: self.dp_size]
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.rows_of_epoch, self.effective_batch_size)
-        in_last = passes_of_rows(rest, self.grad_accum, self.dp_size)
-        return whole * self.grad_accum + in_last // self.dp_size
+        full_steps, last_rows = divmod(self.rows_of_epoch, self.effective_batch_size)
+        return full_steps * self.grad_accum + min(self.grad_accum, last_rows // self.dp_size)

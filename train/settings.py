@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of a run become on this machine: everything that nobody gave is found here."""
+"""The options of a run, completed with everything that follows from them on this machine."""
 
 import os
 from dataclasses import InitVar, dataclass, fields, replace
@@ -16,7 +16,7 @@ from trl import SFTConfig
 from ..checkpoint.precision import half_precision_pays
 from ..data.sources.arguments import cores
 from .command import OFF
-from .keeping.checkpoints import began_in, is_resumed
+from .keeping.checkpoints import is_resumed, read_precision
 from .options import BOTH_STAGES, STAGES, WITHOUT_WARMUP, NormAlignConfig, name_list
 
 
@@ -27,10 +27,10 @@ CHECKPOINTING = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-"""Names of options since transformers 5.24, and their former names, which warn by themselves."""
+"""Names of options since transformers 5.24, and their former names. Those warn by themselves."""
 
 MOST_READERS = 8
-"""Processes that read batches, at most, unless somebody asks for more."""
+"""The most processes that read batches by default."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,14 @@ class Precision:
 
 @dataclass(repr=False)
 class RunConfig(NormAlignConfig):
-    """A `NormAlignConfig` in which every option has its value: what TRL's trainer works with.
+    """A `NormAlignConfig` with a value for every option. TRL's trainer works with it.
 
-    [`complete`] makes it from what was given. As an `SFTConfig`, it chooses the device and opens
-    the process group when it is made. In a copy of `dataclasses.replace`, values that nobody gave
-    are found anew.
+    [`complete`] makes it of the options that were given. As an `SFTConfig`, it chooses the device
+    and opens the process group when it is made. `dataclasses.replace` completes a copy anew.
 
     Attributes:
-        given: What a person gave, without secrets.
-        settled: The value that each option got. What differs from it now was changed since.
+        given: The options that a person gave, without secrets.
+        settled: The value that each option got. Options that differ from it were changed since.
     """
 
     given: InitVar[NormAlignConfig | None] = None
@@ -69,7 +68,7 @@ class RunConfig(NormAlignConfig):
     def __post_init__(self, given: NormAlignConfig | None, settled: dict[str, Any] | None):
         self.given = given or NormAlignConfig(self.output_dir)
         self.settled = settled or {}
-        if self.settled:  # of `dataclasses.replace`: beside a change, TRL would refuse old values
+        if self.settled:  # a copy of `dataclasses.replace`: TRL would refuse old values
             anew, _ = complete(self.to_give())
             self.__dict__.update(anew.__dict__)
         else:
@@ -77,26 +76,26 @@ class RunConfig(NormAlignConfig):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Whether the Trainer moves the model; a dry run has no weights to move."""
+        """Whether the Trainer moves the model. A dry run has no weights to move."""
         return False if self.dry_run else super().place_model_on_device
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
-        """Returns the peak learning rate of each module, by what was given."""
+        """Returns the peak learning rate of each module, from the given options."""
         return self.to_give().learning_rates(use_peft)
 
     def settle(self, **values: Any) -> None:
-        """Sets options to values that follow from others, so that nobody has given them."""
-        for name, value in values.items():
-            setattr(self, name, value)
+        """Sets options to values that follow from others. They do not count as given."""
+        for option, value in values.items():
+            setattr(self, option, value)
         self.settled = {**values_of(self), "hub_token": None}
 
     def to_give(self) -> NormAlignConfig:
-        """Returns options for another run: what was given to this one, and what changed since."""
-        changed = {}
-        for name, value in values_of(self).items():
-            if name not in self.settled or value != self.settled[name]:
-                changed[name] = value
-        return replace(self.given, **changed)
+        """Returns options for another run: the given ones, and those that changed since."""
+        changes = {}
+        for option, value in values_of(self).items():
+            if option not in self.settled or value != self.settled[option]:
+                changes[option] = value
+        return replace(self.given, **changes)
 
 
 def values_of(options: NormAlignConfig) -> dict[str, Any]:
@@ -108,35 +107,39 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     """Returns the options with everything that nobody gave, and the precision of steps.
 
     Defaults come from the stage, the other options, accelerate's configuration and the machine,
-    which may be measured. All processes of a run must call this together.
+    which may be measured. All processes of a run must call this together. It may open the process
+    group, and sets TOKENIZERS_PARALLELISM in the environment.
 
     Raises:
         ValueError: Options contradict each other, or an option would have no effect.
+        TypeError: A value has the wrong type.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes that read have a core each
-    given = replace(given)  # what was set since it was made is checked too
+    given = replace(given)  # options that were set since it was made are checked too
     values = values_of(given)
-    for name, default in (stage_defaults(given) | machine_defaults(given)).items():
-        if values[name] is None:
-            values[name] = default
+    for option, default in (stage_defaults(given) | machine_defaults(given)).items():
+        if values[option] is None:
+            values[option] = default
     if given.early_stopping_patience is not None:  # a resumed run counts on
         values["restore_callback_states_from_checkpoint"] = True
     precision = choose_precision(given, values["use_cpu"])
-    values["bf16"] = precision.bf16
-    values["fp16"] = precision.fp16
-    values["report_to"] = trackers(given.report_to)
-    values["padding_free"] = given.padding_free or given.packing
-    values["hub_token"] = (given.hub_token or "").strip() or None  # YAML may add a line break
-    # The filter hides bad steps from the log, and waits for the device at every batch.
-    values["logging_nan_inf_filter"] = given.bad_steps == "skip"
+    values.update(
+        bf16=precision.bf16,
+        fp16=precision.fp16,
+        report_to=trackers(given.report_to),
+        padding_free=given.padding_free or given.packing,
+        hub_token=(given.hub_token or "").strip() or None,  # YAML may add a line break
+        # The filter hides bad steps from the log, and waits for the device at every batch.
+        logging_nan_inf_filter=given.bad_steps == "skip",
+    )
 
-    without_token: dict[str, Any] = {"hub_token": None}
-    settings = RunConfig(**values, given=replace(given, **without_token))
+    given.hub_token = None
+    settings = RunConfig(**values, given=given)
     if settings.deepspeed_plugin is not None:
         check_deepspeed(settings.deepspeed_plugin, settings)
         keep_float32(settings.deepspeed_plugin, settings)
         settings.deepspeed_plugin.set_deepspeed_weakref()  # ZeRO-3 loads models in its precision
-    check_together(settings)
+    check_contradictions(settings)
     settings.settle()
     return settings, precision
 
@@ -148,7 +151,10 @@ def machine_defaults(given: NormAlignConfig) -> dict[str, Any]:
         use_cpu = not torch.accelerator.is_available()
     readers = given.dataloader_num_workers
     if readers is None:
-        readers = default_readers(use_cpu)
+        readers = 0
+        if not use_cpu:  # all cores but one
+            cores_of_process = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            readers = max(0, min(MOST_READERS, cores_of_process - 1))
     defaults = {
         "use_cpu": use_cpu,
         "dataloader_num_workers": readers,
@@ -175,34 +181,28 @@ def stage_defaults(given: NormAlignConfig) -> dict[str, Any]:
     return defaults
 
 
-def default_readers(use_cpu: bool) -> int:
-    """Returns how many processes read batches: beside an accelerator, all cores but one."""
-    if use_cpu:
-        return 0
-    others = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
-    return max(0, min(MOST_READERS, others))
-
-
 def trackers(report_to: str | list[str] | None) -> list[str]:
-    """Returns the names of trackers, one in each text, and "none" for a word that means it."""
-    names = name_list(report_to or "none")
-    return ["none" if name.lower() in OFF else name for name in names]
+    """Returns the names of trackers, one in each text. A word that means none becomes "none"."""
+    tracker_names = name_list(report_to or "none")
+    return ["none" if tracker.lower() in OFF else tracker for tracker in tracker_names]
 
 
 def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
-    """Returns the precision of steps: a given one, accelerate's, or what suits the machine."""
+    """Returns the precision of steps: a given one, accelerate's, the resumed run's, or the fastest.
+
+    The machine may be measured, and records of an earlier run are read.
+    """
     if given.bf16 is not None or given.fp16:
         return Precision(bool(given.bf16), bool(given.fp16))
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION")  # in accelerate's configuration
     if configured in ("bf16", "fp16"):
         return Precision(bf16=configured == "bf16", fp16=configured == "fp16")
-    if given.device_memory is not None and use_cpu:  # of a GPU that is not here
+    if given.device_memory is not None and use_cpu:  # another machine's GPU
         return Precision(bf16=True, fp16=False)
     if is_resumed(given.resume_from_checkpoint):
-        began = began_in(given.resume_from_checkpoint, given.output_dir)
-        if began is not None:
-            bf16, fp16 = began
-            return Precision(bf16, fp16)
+        recorded = read_precision(given.resume_from_checkpoint, given.output_dir)
+        if recorded is not None:
+            return Precision(*recorded)
     bf16 = bfloat16_pays(use_cpu)
     in_accelerate = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & os.environ.keys()
     is_sharded = given.deepspeed or given.fsdp or in_accelerate
@@ -212,7 +212,7 @@ def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
 
 
 def bfloat16_pays(use_cpu: bool) -> bool:
-    """Returns whether steps in bfloat16 are fast here. One process measures a CPU, for all."""
+    """Returns whether steps in bfloat16 are fast here. The first process measures a CPU."""
     if not use_cpu:
         return half_precision_pays()
     answer = [False]
@@ -224,39 +224,43 @@ def bfloat16_pays(use_cpu: bool) -> bool:
     return answer[0]
 
 
-def check_together(settings: RunConfig) -> None:
-    """Raises ValueError for options that libraries would pass over beside the others."""
+def check_contradictions(settings: RunConfig) -> None:
+    """Raises ValueError for options that libraries would ignore because of other options."""
     usable = get_available_reporting_integrations()
-    unknown = [name for name in settings.report_to or () if name not in usable]
-    if unknown:
-        known = ", ".join(usable)
-        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it, or use {known}.")
+    for tracker in settings.report_to or ():
+        if tracker not in usable:
+            known = ", ".join(usable)
+            raise ValueError(f"report_to {tracker!r} is not installed. Install it, or use {known}.")
     if settings.lr_scheduler_type in WITHOUT_WARMUP and settings.warmup_steps:
-        steps = f"warmup_steps {settings.warmup_steps:g}"
-        raise ValueError(f"This lr_scheduler_type has no warm-up. Leave {steps} out.")
+        raise ValueError(
+            "This lr_scheduler_type has no warm-up. Leave warmup_steps "
+            f"{settings.warmup_steps:g} out."
+        )
     if settings.save_strategy == "steps" and settings.save_steps <= 0:
-        steps = f"save_steps {settings.save_steps:g}"
-        raise ValueError(f"{steps} saves nothing. Use save_strategy: no.")
+        raise ValueError(
+            f"save_steps {settings.save_steps:g} saves nothing. Use save_strategy: no."
+        )
     if settings.do_eval and settings.eval_strategy == "no":
-        raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+        raise ValueError("do_eval evaluates nothing without eval_strategy. Set it.")
     is_seeded = settings.accelerator_config.use_seedable_sampler
     if not is_seeded and settings.save_strategy != "no":
         raise ValueError(
             "use_seedable_sampler false has an order of rows that no resumed run finds again. "
             "Leave it out, or set save_strategy: no."
         )
-    check_unpadded(settings)
+    if settings.padding_free:
+        check_padding_free(settings)
 
 
-def check_unpadded(settings: RunConfig) -> None:
+def check_padding_free(settings: RunConfig) -> None:
     """Raises ValueError for an option that cannot be used where rows are joined without padding."""
-    if not settings.padding_free:
-        return
     contradictions = {
         "neftune_noise_alpha": settings.neftune_noise_alpha is not None,  # its noise is by length
         "pad_to_multiple_of": settings.pad_to_multiple_of,
     }
+    joins_rows = "padding_free"
     if settings.packing:
+        joins_rows = "packing"
         strategy = settings.train_sampling_strategy
         is_seeded = settings.accelerator_config.use_seedable_sampler
         contradictions |= {
@@ -264,21 +268,20 @@ def check_unpadded(settings: RunConfig) -> None:
             "average_tokens_across_devices false": not settings.average_tokens_across_devices,
             "use_seedable_sampler false": not is_seeded,
         }
-    other = "packing" if settings.packing else "padding_free"
-    for name, is_set in contradictions.items():
+    for option, is_set in contradictions.items():
         if is_set:
-            raise ValueError(f"{name} cannot be used with {other}. Leave one of them out.")
+            raise ValueError(f"{option} cannot be used with {joins_rows}. Leave one of them out.")
 
 
 def autocast_dtype(settings: RunConfig) -> Literal["bfloat16", "float16"] | None:
-    """What steps are autocast to, if they are."""
+    """Returns the dtype that steps are autocast to, or None."""
     if settings.bf16:
         return "bfloat16"
     return "float16" if settings.fp16 else None
 
 
 def best_metric(args: TrainingArguments) -> str:
-    """The key in the log of what tells the best step, as the Trainer completes it."""
+    """Returns the key in the log of the metric that decides which step is best."""
     metric = args.metric_for_best_model or "loss"
     return metric if metric.startswith("eval_") else f"eval_{metric}"
 
@@ -309,7 +312,7 @@ def check_fsdp(settings: RunConfig) -> None:
 
 
 def check_deepspeed(plugin: DeepSpeedPlugin, settings: RunConfig) -> None:
-    """Checks DeepSpeed's configuration and options that DeepSpeed would not follow."""
+    """Raises ValueError for a configuration of DeepSpeed that does not go with the options."""
     if settings.bad_steps == "skip":
         raise ValueError("bad_steps cannot be 'skip': DeepSpeed takes the steps. Leave it out.")
     if settings.fp16:
@@ -318,11 +321,12 @@ def check_deepspeed(plugin: DeepSpeedPlugin, settings: RunConfig) -> None:
     for section, option in options.items():
         if section in plugin.deepspeed_config:
             raise ValueError(f"DeepSpeed's section {section!r} would undo {option}. Remove it.")
-    for name in ("bf16", "fp16"):
-        value = bool(getattr(settings, name))
-        enabled = plugin.get_value(f"{name}.enabled", "auto")
-        if enabled not in ("auto", value):
-            raise ValueError(f"{name} is {enabled} in DeepSpeed's configuration. Remove it there.")
+    for option in ("bf16", "fp16"):
+        enabled = plugin.get_value(f"{option}.enabled", "auto")
+        if enabled not in ("auto", bool(getattr(settings, option))):
+            raise ValueError(
+                f"{option} is {enabled} in DeepSpeed's configuration. Remove it there."
+            )
 
 
 def keep_float32(plugin: DeepSpeedPlugin, settings: RunConfig) -> None:

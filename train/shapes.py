@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step on tensors that have shapes alone, and the bytes of those that live in it."""
+"""A training step on tensors without values, and the bytes of the tensors that live in it.
+
+torch's FakeTensorMode cannot take this step: it has no values for the ids, labels and masks that
+models' control flow reads.
+"""
 
 import copy
 import math
@@ -8,6 +12,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +25,7 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from .modules.model import base_model, replaced
+from .modules.model import base_model, replaced, trained_parameters
 from .modules.sizes import ACTIVATIONS, BATCHES, COPIES, GRADIENTS
 
 
@@ -30,29 +35,36 @@ aten = torch.ops.aten
 def peak_bytes(
     trainer: SFTTrainer, batch: dict[str, Any], checkpointing: bool | None, accumulates: bool
 ) -> Counter[str]:
-    """Bytes by part at the peak of a trainer's step, besides its weights and optimizer states."""
-    args = trainer.args
+    """Returns the bytes by part at the peak of a step, without weights and optimizer states.
+
+    Args:
+        trainer: Takes the step. It is restored afterwards.
+        batch: The batch of the step.
+        checkpointing: Whether gradients are checkpointed, by default as in the run.
+        accumulates: Whether gradients of an earlier pass exist.
+    """
+    settings = trainer.args
     model = trainer.model
     ledger = _Ledger()
-    half = torch.float16 if args.fp16 else torch.bfloat16
-    batch = {name: value.clone() for name, value in batch.items()}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = {name: ledger.weight(tensor) for name, tensor in named}
+    half_precision = torch.float16 if settings.fp16 else torch.bfloat16
+    batch = {name: tensor.clone() for name, tensor in batch.items()}
+    named_tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = {name: ledger.weight(tensor) for name, tensor in named_tensors}
     with warnings.catch_warnings(action="ignore"), ExitStack() as stack:
         _take_as_trained(trainer, checkpointing, stack)
-        stack.enter_context(_reparametrize_module(model, tensors, tie_weights=True))
+        stack.enter_context(_reparametrize_module(model, shapes, tie_weights=True))
         stack.enter_context(ledger)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                add_hook = parameter.register_post_accumulate_grad_hook
-                add_hook(lambda trained: ledger.move(trained.grad, GRADIENTS))
-                if accumulates:
-                    parameter.grad = torch.zeros_like(parameter)
-                    ledger.move(parameter.grad, GRADIENTS)
-        if (images := batch.get("pixel_values")) is not None:
+        for parameter in trained_parameters(model).values():
+            add_hook = parameter.register_post_accumulate_grad_hook
+            add_hook(lambda trained: ledger.move(trained.grad, GRADIENTS))
+            if accumulates:
+                parameter.grad = torch.zeros_like(parameter)
+                ledger.move(parameter.grad, GRADIENTS)
+        if "pixel_values" in batch:
+            images = batch["pixel_values"]
             batch["pixel_values"] = torch.empty(images.shape, dtype=images.dtype)
             ledger.move(batch["pixel_values"], BATCHES)
-        with torch.autocast("cpu", half, enabled=args.bf16 or args.fp16):
+        with torch.autocast("cpu", half_precision, enabled=settings.bf16 or settings.fp16):
             loss = trainer.compute_loss(model, batch)
         loss.backward()
     return ledger.parts
@@ -61,53 +73,40 @@ def peak_bytes(
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on the device in question, until `stack` ends."""
     args = trainer.args
-    base = base_model(trainer.model)
+    model = trainer.model
+    base = base_model(model)
+    for embeddings in base.embeddings_of_parts():
+        # Disabling checkpointing leaves hooks there. With them, an input has a gradient.
+        stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if checkpointing is None:
         checkpointing = args.gradient_checkpointing
-    for embeddings in base.embeddings_of_parts():
-        # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
-        stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if checkpointing:
-        _enable_checkpointing(trainer, stack)
-    stack.callback(trainer.model.train, trainer.model.training)
-    trainer.model.train()
-    _keep_state(trainer, stack)
-    if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(replaced(base, only_answers=False))
-        _use_kernels_of_gpus(stack)
-
-
-def _enable_checkpointing(trainer: SFTTrainer, stack: ExitStack) -> None:
-    """Enables gradient checkpointing with the run's options, until `stack` ends."""
-    model = trainer.model
-    stack.callback(model.gradient_checkpointing_disable)  # training enables it
-    options = dict(trainer.args.gradient_checkpointing_kwargs or {})
-    arguments = {}
-    for name in ("every_n_layers", "offload"):
-        if name in options:
-            arguments[name] = options.pop(name)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **arguments)
-
-
-def _keep_state(trainer: SFTTrainer, stack: ExitStack) -> None:
-    """Restores random numbers and counts when `stack` ends."""
+        stack.callback(model.gradient_checkpointing_disable)  # training enables it
+        options = dict(args.gradient_checkpointing_kwargs or {})
+        arguments = {}
+        for argument in options.keys() & {"every_n_layers", "offload"}:
+            arguments[argument] = options.pop(argument)
+        arguments["gradient_checkpointing_kwargs"] = options or None
+        model.gradient_checkpointing_enable(**arguments)
+    stack.callback(model.train, model.training)
+    model.train()
+    # Random numbers and counts are restored.
     stack.enter_context(torch.random.fork_rng(devices=[]))
-    seen = trainer.state.num_input_tokens_seen
-    stack.enter_context(replaced(trainer.state, num_input_tokens_seen=seen))
+    tokens_seen = trainer.state.num_input_tokens_seen
+    stack.enter_context(replaced(trainer.state, num_input_tokens_seen=tokens_seen))
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
-
-
-def _use_kernels_of_gpus(stack: ExitStack) -> None:
-    """Has TRL's fused head allocate as with Triton, which writes into tiles of its products."""
-    stack.enter_context(replaced(utils, _use_triton=lambda device: True))
-    kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
-    tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
-    stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
+    if args.device.type != "cpu" or args.device_memory is not None:
+        stack.enter_context(replaced(base, only_answers=False))
+        # TRL's fused head allocates as with Triton. Its kernels write into tiles of products.
+        stack.enter_context(replaced(utils, _use_triton=lambda device: True))
+        kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+        tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
+        stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
 
 
 class _Shape(Tensor):
-    """A tensor of the CPU, for autograd and autocast, whose operations are run on one on meta."""
+    """A tensor on the CPU for autograd and autocast. Its operations run on its `meta` tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     meta: Tensor
@@ -127,20 +126,20 @@ class _Shape(Tensor):
 class _Ledger(TorchDispatchMode):
     """Runs operations on shapes, and counts the bytes of the storages that live, by part.
 
-    Tensors that depend on the ids, labels, masks and positions of the batch alone are real, on the
-    CPU: the control flow of models reads them, and as indices they decide shapes.
+    Tensors that depend only on the batch's ids, labels, masks and positions have values, on the
+    CPU. The control flow of models reads them, and as indices they decide shapes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = Counter[str]()
         self._live = Counter[str]()
-        self._highest = -1
+        self._peak = -1
         self._storages: dict[int, SimpleNamespace] = {}
         self._weights: dict[int, Tensor] = {}
 
     def weight(self, tensor: Tensor) -> Tensor:
-        """The shape of a parameter or buffer, which is counted elsewhere."""
+        """Returns the shape of a parameter or buffer. Its own bytes are counted elsewhere."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._weights[meta.untyped_storage()._cdata] = meta
         shape: Tensor = _Shape(meta)
@@ -151,8 +150,9 @@ class _Ledger(TorchDispatchMode):
         return shape
 
     def move(self, tensor: Tensor, part: str) -> None:
-        """Enters what a tensor takes under another part."""
-        if entry := self._storages.get(_plain(tensor).untyped_storage()._cdata):
+        """Counts the bytes of a tensor's storage under another part."""
+        entry = self._storages.get(_storage_of(tensor)._cdata)
+        if entry is not None:
             self._live[entry.part] -= entry.size
             self._live[part] += entry.size
             entry.part = part
@@ -171,40 +171,38 @@ class _Ledger(TorchDispatchMode):
             result = _on_meta(func, args, kwargs, tensors)
         else:
             result = func(*args, **kwargs)
-        self._count_results(result, COPIES if self._copies_weight(func, args) else ACTIVATIONS)
-        self._measure(_bytes_inside(func, args))
+        memory_part = ACTIVATIONS
+        if func is aten._to_copy.default and _storage_of(args[0])._cdata in self._weights:
+            memory_part = COPIES  # autocast's, of a weight
+        self._count(result, memory_part)
+        kernel_bytes = 0
+        if func.name() == "bitsandbytes::gemm_4bit":  # it dequantizes the weights inside
+            kernel_bytes = args[0].element_size() * math.prod(args[2])
+        total_bytes = sum(self._live.values()) + kernel_bytes
+        if total_bytes > self._peak:
+            self._peak = total_bytes
+            self.parts = self._live + Counter({ACTIVATIONS: kernel_bytes})
         return result
 
-    def _copies_weight(self, func: Any, args: Sequence[Any]) -> bool:
-        """Returns whether an operation is autocast's copy of a weight."""
-        if func is not aten._to_copy.default:
-            return False
-        return _plain(args[0]).untyped_storage()._cdata in self._weights
+    def _count(self, result: Any, part: str) -> None:
+        """Counts the storages of an operation's results until they are freed."""
 
-    def _count_results(self, result: Any, part: str) -> None:
-        """Counts the storages of an operation's results."""
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._count(_plain(value).untyped_storage(), part)
-
-    def _measure(self, inside: int) -> None:
-        """Keeps the bytes by part if they are the most so far, `inside` a kernel included."""
-        total = sum(self._live.values()) + inside
-        if total > self._highest:
-            self._highest = total
-            self.parts = self._live + Counter({ACTIVATIONS: inside})
-
-    def _count(self, storage: torch.UntypedStorage, part: str) -> None:
-        def free(_: weakref.ref) -> None:
+        def free(key: int, _: weakref.ref) -> None:
             entry = self._storages.pop(key)
             self._live[entry.part] -= entry.size
 
-        key = storage._cdata
-        size = storage.nbytes()
-        if key not in self._storages and key not in self._weights:
-            reference = weakref.ref(storage, free)
-            self._storages[key] = SimpleNamespace(part=part, size=size, reference=reference)
-            self._live[part] += size
+        for value in tree_leaves(result):
+            if not isinstance(value, Tensor):
+                continue
+            storage = _storage_of(value)
+            key = storage._cdata
+            if key not in self._storages and key not in self._weights:
+                reference = weakref.ref(storage, partial(free, key))
+                storage_bytes = storage.nbytes()
+                self._storages[key] = SimpleNamespace(
+                    part=part, size=storage_bytes, reference=reference
+                )
+                self._live[part] += storage_bytes
 
 
 def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -220,21 +218,20 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: li
     return tree_map_only(Tensor, lambda meta: shapes.get(id(meta), _Shape(meta)), result)
 
 
-def _bytes_inside(func: Any, args: Sequence[Any]) -> int:
-    """Returns the bytes that a kernel takes inside: 4-bit products dequantize the weights there."""
-    if func.name() != "bitsandbytes::gemm_4bit":
-        return 0
-    return args[0].element_size() * math.prod(args[2])
-
-
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.meta if isinstance(tensor, _Shape) else tensor
 
 
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return _plain(tensor).untyped_storage()
+
+
 def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices, with masks in the form of positions, whose number is known."""
-    places: list[Tensor | None] = []
+    """Returns indices with positions in place of masks, because their number is known."""
+    positions: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, _Shape)
-        places += index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
-    return places
+        if index is None or index.dtype != torch.bool or isinstance(index, _Shape):
+            positions.append(index)
+        else:
+            positions += index.nonzero(as_tuple=True)
+    return positions

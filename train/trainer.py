@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
-import io
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import gettempdir
@@ -18,7 +16,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import reduce, save_fsdp_optimizer
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
-from rich.console import Group
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -35,7 +32,7 @@ from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.notices import fetch_notices, write_notices
 from ..checkpoint.opening import Checkpoint, read_record
-from ..console import Console, Printed
+from ..console import Console
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
@@ -47,9 +44,9 @@ from .callbacks.packed_attention import PackedAttentionCheck
 from .callbacks.progress import show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
-    began_in,
     is_resumed,
     only_run,
+    read_precision,
     reading_checkpoint,
     resolve_resume,
     writing_checkpoint,
@@ -57,7 +54,7 @@ from .keeping.checkpoints import (
 from .keeping.disk import check_disk, disk_use
 from .keeping.record import data_record, digest_of_lengths, training_record
 from .keeping.same_run import check_resumed
-from .keeping.summary import render, summary
+from .keeping.summary import RunSummary, summary
 from .loading import LoadedModel, load
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
@@ -74,6 +71,7 @@ from .modules.model import (
 )
 from .modules.precision import train_in_float32
 from .modules.sharding import fill_gradients, load_sharded, prepare_sharding, sharding
+from .modules.sizes import OptimizerClass
 from .prepare import (
     GivenData,
     GivenModel,
@@ -91,25 +89,7 @@ from .settings import best_metric, keep_float32
 logger = get_logger(__name__)  # logs in one process only
 
 
-@dataclass(frozen=True)
-class RunSummary(Printed):
-    """The options, modules, data, batch, steps and disk of a run, as tables in 100 columns."""
-
-    record: dict[str, Any]
-    facts: dict[str, Any]
-    output_dir: str
-
-    def renderable(self) -> Group:
-        """What `rich` and a notebook show."""
-        return render(self.record, self.facts, self.output_dir)
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=100).print(self.renderable())
-        return text.getvalue()
-
-
-def refuse(formatting_func: Callable | None, optimizers: tuple) -> None:
+def refuse_arguments(formatting_func: Callable | None, optimizers: tuple) -> None:
     """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
     if formatting_func is not None:
         raise ValueError("formatting_func makes text without images. Give rows of messages.")
@@ -117,34 +97,22 @@ def refuse(formatting_func: Callable | None, optimizers: tuple) -> None:
         raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
 
 
-def refused_by_trl(plan: Plan) -> dict[str, Any]:
-    """Returns options that TRL's constructor must not see as they are, with what it sees."""
+def options_for_trl(plan: Plan) -> dict[str, Any]:
+    """Returns the values of options that TRL's constructor sees in place of the plan's."""
     # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
-    seen: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
+    replacements: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
     if not isinstance(plan.data.collator, ConversationCollator):  # another checks its rows itself
-        seen["assistant_only_loss"] = False
-        seen["dataset_kwargs"] = {"skip_prepare_dataset": True}
+        replacements["assistant_only_loss"] = False
+        replacements["dataset_kwargs"] = {"skip_prepare_dataset": True}
     if plan.settings.dry_run:  # the Trainer would create both
-        seen["output_dir"] = gettempdir()
-        seen["push_to_hub"] = False
-    return seen
+        replacements["output_dir"] = gettempdir()
+        replacements["push_to_hub"] = False
+    return replacements
 
 
 def pass_over_frozen(model: nn.Module, keys: Any) -> None:
-    """Takes frozen parameters from the missing keys: DeepSpeed's checkpoints lack them."""
+    """Removes frozen parameters from the missing keys: DeepSpeed's checkpoints lack them."""
     keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
-
-
-def by_module(
-    groups: list[dict[str, Any]], modules: dict[nn.Parameter, str], rates: dict[str, float]
-) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups, divided into modules, each with its learning rate."""
-    divided = []
-    for group, module in product(groups, MODULES):
-        parameters = [value for value in group["params"] if modules[value] == module]
-        if parameters:
-            divided.append(group | {"params": parameters, "lr": rates[module]})
-    return divided
 
 
 class NormAlignTrainer(SFTTrainer):
@@ -152,26 +120,29 @@ class NormAlignTrainer(SFTTrainer):
 
     Args:
         model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is
-            made float32; the rest is `args.model_init_kwargs["dtype"]`, or [`frozen_dtype`].
-        args: `NormAlignConfig`, or an `SFTConfig`, whose learning rate all modules get; copied.
+            made float32. The rest is `args.model_init_kwargs["dtype"]`, or [`frozen_dtype`].
+        args: `NormAlignConfig`, or an `SFTConfig`. With the latter, all modules get its learning
+            rate. It is copied.
         data_collator: By default a [`ConversationCollator`]. Another one gets rows as they are.
         train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, or
-            `DataArguments`, which name held-out rows too.
+            `DataArguments` that name training and held-out rows.
         eval_dataset: Held-out rows, or several data sets by name.
         processing_class: The model's processor, by default the one in its folder.
-        optimizer_cls_and_kwargs: As in [`SFTTrainer`]; its `lr` replaces `learning_rate`.
+        optimizer_cls_and_kwargs: As in [`SFTTrainer`]. Its `lr` replaces `learning_rate`.
         quantization_config: How to quantize a model that is loaded here.
         peft_config: A `LoraConfig`: see [`language_adapter`].
         formatting_func, optimizers: Refused, as they make text and have other learning rates.
-        options: More dataclasses of options, to be kept in `training.json`.
+        options: More dataclasses of options. They are recorded in `training.json`.
 
     Attributes:
         plan: What follows from the arguments: see [`Plan`].
         learning_rates: The peak learning rate of each module.
-        facts: The [`summary`]: modules, data, batch, steps; and the disk that the run takes.
+        facts: The [`summary`] (modules, data, batch, steps) and the disk that the run takes.
 
     Raises:
-        ValueError: An argument, the model or the data is wrong; it is named.
+        ValueError: An argument, the model or the data is wrong. The message names it.
+        TypeError: An argument has the wrong type.
+        OSError: A file cannot be read or fetched.
     """
 
     train_dataset: Any
@@ -188,7 +159,7 @@ class NormAlignTrainer(SFTTrainer):
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
@@ -196,7 +167,7 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        refuse(formatting_func, optimizers)
+        refuse_arguments(formatting_func, optimizers)
         plan = prepare(
             args,
             GivenModel(model, processing_class, quantization_config, peft_config),
@@ -206,11 +177,10 @@ class NormAlignTrainer(SFTTrainer):
         )
         loaded = load(plan)
         self._take_over(plan, loaded, options)
-        own = loaded.settings
-        with replaced(own, **refused_by_trl(plan)):
+        with replaced(loaded.settings, **options_for_trl(plan)):
             super().__init__(
                 loaded.model,
-                own,
+                loaded.settings,
                 plan.data.collator,
                 plan.data.train,
                 plan.data.held_out,
@@ -222,7 +192,13 @@ class NormAlignTrainer(SFTTrainer):
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
                 peft_config=plan.model.adapters,
             )
-        self._set_up()
+        self.hub_token = self.args.hub_token
+        self.args.hub_token = None  # options are saved too
+        self.args.settle()
+        self._set_up_model()
+        self._add_callbacks()
+        self._described: Any = self.train_dataset  # the rows that `facts` and `record` describe
+        self._describe(plan.data.report)
 
     def _take_over(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
         """Keeps what the plan and the model say, before TRL's trainer is made."""
@@ -233,79 +209,62 @@ class NormAlignTrainer(SFTTrainer):
         self.weights_in = loaded.weights_in
         self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
         self.record = training_record(plan, loaded, options)
-        name = loaded.model.name_or_path
-        self.build = read_record(name, BUILD_RECORD, loaded.commit)
-        self.notices = fetch_notices(self.build, name, loaded.commit)
+        model_name = loaded.model.name_or_path
+        self.build = read_record(model_name, BUILD_RECORD, loaded.commit)
+        self.notices = fetch_notices(self.build, model_name, loaded.commit)
         self.measurements = Measurements(loaded.settings)
         self.probe: Any = None
         self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps
-        self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
-        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
+        self._best: dict[str, Any] | None = None  # the step of the weights, if not the last one
+        # While rows are evaluated: the sum of their losses, their number, the number of skipped.
         self._evaluated: Tensor | None = None
-        self._shows_batch = False  # of the run that begins
-
-    def _set_up(self) -> None:
-        """Prepares the model and the callbacks, and counts the steps of the run."""
-        self.hub_token = self.args.hub_token
-        self.args.hub_token = None  # options are saved too
-        self.args.settle()
-        self._set_up_model()
-        self._add_callbacks()
-        self._described: Any = self.train_dataset  # the rows that `facts` and `record` tell of
-        self._describe(self.plan.data.report)
+        self._shows_batch = False  # whether the first batch is still to be shown
 
     def _describe(self, report: DataReport) -> None:
-        """Counts the steps of a run on the training rows, for `facts` and `record`."""
-        loader = self.get_train_dataloader()
-        steps = self.set_initial_training_values(self.args, loader)[-1]
+        """Counts the steps of a run on the training rows, and sets `facts` and `record`."""
+        train_loader = self.get_train_dataloader()
+        steps = self.set_initial_training_values(self.args, train_loader)[-1]
         self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(
             self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
         )
+        self.record["data"] = data_record(report)
         self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
         self.record["sharding"] = sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _take_train_rows(self) -> None:
         """Checks training rows that were set since the trainer was made, and describes the run."""
-        if self.train_dataset is self._described:
+        rows = self.train_dataset
+        if rows is self._described:
             return
-        if isinstance(self.train_dataset, IterableDataset):
-            check_stream(self.args)
-        need_images = needs_images(self.args, self.learning_rates)
-        rows, counted = checked_rows(
-            self.train_dataset,
-            "train_dataset",
-            self.data_collator,
-            self.args,
-            "train",
-            need_images,
+        args = self.args
+        collator = self.data_collator
+        if isinstance(rows, IterableDataset):
+            check_stream(args)
+        need_images = needs_images(args, self.learning_rates)
+        rows, source_report = checked_rows(
+            rows, "train_dataset", collator, args, "train", need_images
         )
         self.train_dataset = rows
         self._described = rows
-        if self.args.packing:  # as many passes in a step as these rows need
-            passes = passes_in_step(self.args, rows)
-            self.args.settle(gradient_accumulation_steps=passes)
+        if args.packing:  # as many passes in a step as these rows need
+            passes = passes_in_step(args, rows)
+            args.settle(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
-        if isinstance(self.data_collator, ConversationCollator) and counted is not None:
-            self.data_collator.skippable = counted.skippable
-        sources = []
-        if counted is not None:
-            sources.append(counted)
-        report = DataReport(sources)
-        held_out_facts = [source for source in self.facts["data"] if source["split"] != "train"]
-        self._describe(report)
-        self.facts["data"] += held_out_facts
-        held_out = [source for source in self.record["data"] if source["split"] != "train"]
-        self.record["data"] = data_record(report) + held_out
+        sources = [source for source in self.plan.data.report.sources if source.split != "train"]
+        if source_report is not None:
+            sources.insert(0, source_report)
+            collator.skippable = source_report.skippable
+        self._describe(DataReport(sources))
         if self.probe is not None:
-            self.probe.batch = type(self.probe).of_rows(rows, self.data_collator, self.args).batch
+            self.probe.batch = type(self.probe).of_rows(rows, collator, args).batch
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, and wraps the forward pass."""
         args = self.args
         model = base_model(self.model)
-        if isinstance(self.model, PeftModel):  # whose card would have the base's local path
+        if isinstance(self.model, PeftModel):  # its card would have the base's local path
             self.model.create_or_update_model_card = lambda folder: None
         freeze(self.model, self.learning_rates)
         train_in_float32(self.model)
@@ -318,7 +277,7 @@ class NormAlignTrainer(SFTTrainer):
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
-        """Adds what watches a run, records it and draws it, as the options ask."""
+        """Adds the callbacks that the options ask for."""
         args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
@@ -345,39 +304,47 @@ class NormAlignTrainer(SFTTrainer):
                 self.add_callback(samples)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's, which puts a section `bf16` into DeepSpeed's configuration again."""
+        """Makes the accelerator. Removes the section `bf16` that the Trainer adds for DeepSpeed."""
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled:
             keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
-        if self.optimizer is None:
-            named = list((model or self.model).named_parameters())
-            modules = {parameter: module_of(name) for name, parameter in named}
-            trained = {modules[value] for _, value in named if value.requires_grad}
-            first = next((module for module in MODULES if module in trained), "")
-            # The optimizer's own rate, of which min_lr is a share, is that of its first group.
-            rate = self.learning_rates.get(first, self.args.learning_rate)
-            with replaced(self.args, learning_rate=rate):
-                optimizer = super().create_optimizer(model)
-            groups = by_module(optimizer.param_groups, modules, self.learning_rates)
-            # The Trainer logs the rate of the first group. A norm has no group with weight decay.
-            for place, group in enumerate(groups):
-                if modules[group["params"][0]] == first:
-                    groups.insert(0, groups.pop(place))
-                    break
-            optimizer.param_groups = groups
-            if self.is_fsdp_enabled:
-                optimizer.register_step_pre_hook(fill_gradients)
+        """Makes the optimizer with a rate for each module (huggingface/transformers#10140)."""
+        if self.optimizer is not None:
+            return self.optimizer
+        modules = {}
+        trained = set()
+        for parameter_name, parameter in (model or self.model).named_parameters():
+            modules[parameter] = module_of(parameter_name)
+            if parameter.requires_grad:
+                trained.add(modules[parameter])
+        first_module = next((module for module in MODULES if module in trained), "")
+        # The optimizer's own rate is the rate of its first group. min_lr is a share of it.
+        first_rate = self.learning_rates.get(first_module, self.args.learning_rate)
+        with replaced(self.args, learning_rate=first_rate):
+            optimizer = super().create_optimizer(model)
+        groups: list[dict[str, Any]] = []
+        for group, module in product(optimizer.param_groups, MODULES):
+            parameters = [value for value in group["params"] if modules[value] == module]
+            if parameters:
+                groups.append(group | {"params": parameters, "lr": self.learning_rates[module]})
+        # The Trainer logs the rate of the first group. A norm has no group with weight decay.
+        for place, group in enumerate(groups):
+            if modules[group["params"][0]] == first_module:
+                groups.insert(0, groups.pop(place))
+                break
+        optimizer.param_groups = groups
+        if self.is_fsdp_enabled:
+            optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
         # A loader that begins an epoch draws a number. Drawn from the common random state, it would
         # change dropout with the number of readers, with evaluations, and when a run is resumed.
         loader = super()._get_dataloader(*args, **kwargs)
-        own = getattr(loader, "base_dataloader", loader)
-        own.generator = torch.Generator().manual_seed(self.args.seed)
+        own_loader = getattr(loader, "base_dataloader", loader)
+        own_loader.generator = torch.Generator().manual_seed(self.args.seed)
         return loader
 
     def _get_train_sampler(self, train_dataset=None):
@@ -387,16 +354,16 @@ class NormAlignTrainer(SFTTrainer):
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
     def get_total_train_batch_size(self, args) -> int:
-        """Rows in an optimizer step, over all processes."""
+        """Returns the rows of an optimizer step, over all processes."""
         return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def get_train_dataloader(self) -> DataLoader:
-        """The Trainer's data loader, of rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes."""
         self._take_train_rows()
         return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: str | Rows | None = None) -> DataLoader:
-        """The Trainer's data loader, of rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Rows):  # the Trainer would keep their loader for other rows
             return self.get_test_dataloader(eval_dataset)
         rows = self.eval_dataset
@@ -408,81 +375,86 @@ class NormAlignTrainer(SFTTrainer):
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Rows) -> DataLoader:
-        """The Trainer's data loader, of rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes."""
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-        """The memory of a step on the longest rows: see [`estimate_memory`]."""
+        """Returns the memory of a step on the longest rows: see [`estimate_memory`]."""
         self._take_train_rows()
         return estimate_memory(self, gradient_checkpointing)
 
     def summary(self) -> RunSummary:
-        """The tables that `normalign train` prints before its first step: `print` shows them."""
+        """Returns the tables that `normalign train` prints before its first step."""
         self._take_train_rows()
         return RunSummary(self.record, self.facts, str(self.args.output_dir))
 
     def check_resumed(self, checkpoint: Path) -> None:
-        """Raises ValueError unless this run can go on from a checkpoint; takes over its seconds."""
+        """Checks that this run can go on from a checkpoint, and takes over its seconds.
+
+        Raises:
+            ValueError: The checkpoint belongs to another run.
+        """
         self.record["seconds"] = check_resumed(self.record, self.build, checkpoint)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """The Trainer's. `True` resumes from the newest complete checkpoint in `output_dir`.
+        """Trains. `True` resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: Another run writes to `output_dir`; the disk is full; or a resumed run is
-                another one, or would go on in another precision, which nobody chose.
+            ValueError: Another run writes to `output_dir`, the disk has too little space, a
+                checkpoint is damaged, or the checkpoint to resume from belongs to another run or
+                had another precision.
+            FloatingPointError: Weights or a step are not finite.
         """
-        if self.args.dry_run:
+        settings = self.args
+        if settings.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         self._take_train_rows()
         self._check_precision(resume_from_checkpoint)
-        if is_resumed(resume_from_checkpoint):
-            output = Path(self.args.output_dir)
-            checkpoint = resolve_resume(resume_from_checkpoint, output, self.args.world_size)
+        is_new = not is_resumed(resume_from_checkpoint)
+        output = Path(settings.output_dir)
+        if not is_new:
+            checkpoint = resolve_resume(resume_from_checkpoint, output, settings.world_size)
             if checkpoint is None:
                 raise ValueError(f"{output} holds no complete checkpoint to resume from.")
             self.check_resumed(checkpoint)
             resume_from_checkpoint = str(checkpoint)
-        if self.args.should_save:
-            check_disk(self.args.output_dir, self.facts["disk"]["total"])
+        if settings.should_save:
+            check_disk(output, self.facts["disk"]["total"])
         self._best = None
-        self._shows_batch = self.args.show_first_batch
-        self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
-        with only_run(self.args.output_dir):
-            if not is_resumed(resume_from_checkpoint):
-                self._forget_skipped_rows()
+        self._shows_batch = settings.show_first_batch
+        self._began = time.perf_counter() - self.record["seconds"]  # with those before it resumed
+        with only_run(output):
+            if is_new and isinstance(self.data_collator, ConversationCollator):
+                # The count of rows with bad images begins at 0, in all processes at once.
+                self.accelerator.wait_for_everyone()
+                self.data_collator.skipped_rows.clear()
+                self.accelerator.wait_for_everyone()
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
     def _check_precision(self, resume: str | bool | None) -> None:
+        """Raises ValueError if a resumed run had another precision, and nobody chose this one."""
         if not is_resumed(resume) or self.plan.settings.given.bf16 is not None:
             return
-        began = began_in(resume, self.args.output_dir)
-        if began not in (None, (self.args.bf16, self.args.fp16)):
-            bf16, fp16 = began
+        precision = read_precision(resume, self.args.output_dir)
+        if precision not in (None, (self.args.bf16, self.args.fp16)):
+            bf16, fp16 = precision
             raise ValueError(
                 f"The run to resume began with bf16={bf16} and fp16={fp16}, and this one has "
                 f"bf16={self.args.bf16} and fp16={self.args.fp16}. Give NormAlignConfig "
                 "resume_from_checkpoint too, or bf16 and fp16."
             )
 
-    def _forget_skipped_rows(self) -> None:
-        """Has the count of rows with bad images begin at 0, in all processes at once."""
-        if isinstance(self.data_collator, ConversationCollator):
-            self.accelerator.wait_for_everyone()
-            self.data_collator.skipped_rows.clear()
-            self.accelerator.wait_for_everyone()
-
-    # TRL's own count would start again when a run is resumed; the Trainer saves its state.
+    # TRL's own count would start again when a run is resumed. The Trainer saves its state.
     _total_train_tokens = property(
         lambda self: self.state.num_input_tokens_seen,
         lambda self, count: setattr(self.state, "num_input_tokens_seen", count),
     )
 
     def training_step(self, model, inputs, *args, **kwargs):
-        """The Trainer's, whose errors say how large the pass was."""
+        """Takes a step as the Trainer does. Errors say how large the pass was."""
         if self._shows_batch and {"input_ids", "labels"} <= inputs.keys():
             self._shows_batch = False
             self._show_batch(inputs)
@@ -495,14 +467,14 @@ class NormAlignTrainer(SFTTrainer):
             raise
 
     def _show_batch(self, batch: dict[str, Any]) -> None:
-        """Prints the rows of a batch, of the first process."""
+        """Prints the rows of a batch, in the first process."""
         if self.is_world_process_zero():
             console = Console()
             examples = batch_examples(batch, self.processing_class)
             console.print(marked(examples, console.is_terminal), soft_wrap=True)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's loss, with frozen modules in evaluation mode."""
+        """Returns TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
             eval_frozen(base_model(self.model))
             if self.label_smoother is not None and num_items_in_batch is not None:
@@ -532,7 +504,7 @@ class NormAlignTrainer(SFTTrainer):
         ignore_keys=None,
         metric_key_prefix="eval",
     ):
-        """The Trainer's. Rows without labels, as those that are skipped, are in no average."""
+        """Evaluates. Rows without labels, such as skipped rows, are in no average."""
         self._evaluated = torch.zeros(3, device=self.args.device)
         try:
             output = super().evaluation_loop(
@@ -541,19 +513,20 @@ class NormAlignTrainer(SFTTrainer):
             losses, with_labels, others = reduce(self._evaluated, "sum").tolist()
         finally:
             self._evaluated = None
-        name = f"{metric_key_prefix}_loss"
-        if not others or name not in output.metrics:
+        loss_name = f"{metric_key_prefix}_loss"
+        if not others or loss_name not in output.metrics:
             return output
-        output.metrics[name] = float("nan")
+        output.metrics[loss_name] = float("nan")
         if with_labels:
-            output.metrics[name] = losses / with_labels
+            output.metrics[loss_name] = losses / with_labels
         # TRL has zeros for a batch without labels.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
-        with_label = [pair for pair in pairs if pair != (0.0, 0.0)]
-        if with_label:
-            averages["entropy"] = [entropy for entropy, _ in with_label]
-            averages["mean_token_accuracy"] = [accuracy for _, accuracy in with_label]
+        pairs_with_labels = [pair for pair in pairs if pair != (0.0, 0.0)]
+        if pairs_with_labels:
+            entropies, accuracies = zip(*pairs_with_labels, strict=True)
+            averages["entropy"] = list(entropies)
+            averages["mean_token_accuracy"] = list(accuracies)
         return output
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
@@ -587,16 +560,20 @@ class NormAlignTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves what the Trainer does, the records, and in `output_dir` the card.
 
-        With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. As with the
-        Trainer's, all processes must call it under FSDP and ZeRO-3; otherwise the first one may.
-        Raises FloatingPointError if weights are NaN or infinite.
+        With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. Under FSDP
+        and ZeRO-3 all processes must call it. Otherwise the first one may, as with the Trainer's.
+
+        Raises:
+            FloatingPointError: Weights are NaN or infinite.
+            ValueError: Publishing fails, as in [`publish`].
+            OSError: Writing fails, or publishing.
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
-        if isinstance(self.model, FSDPModule):  # a class that FSDP2 derives, whose name is saved
-            sharded = type(self.model)
-            for name in ("__name__", "__qualname__", "__module__"):
-                setattr(sharded, name, getattr(sharded.__bases__[-1], name))
+        if isinstance(self.model, FSDPModule):  # FSDP2 derives a class, and its name is saved
+            sharded_class = type(self.model)
+            for attribute in ("__name__", "__qualname__", "__module__"):
+                setattr(sharded_class, attribute, getattr(sharded_class.__bases__[-1], attribute))
         super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             if self.is_in_train:
@@ -614,7 +591,7 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir` after training; arguments of TRL's card are ignored."""
+        """Writes our card into `output_dir` after training. Arguments of TRL's card are ignored."""
         if self.is_world_process_zero() and not self.is_in_train:
             from ..hub_cards.card.write import write_card
 
@@ -633,9 +610,13 @@ class NormAlignTrainer(SFTTrainer):
         return self.publish(token, revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """Publishes `output_dir`, in the first process; an adapter alone if its base is on the Hub.
+        """Publishes `output_dir`, in the first process. It returns None in the others.
 
-        If that fails, raises ValueError or OSError, with the command to run later.
+        If the base of an adapter is on the Hub, only the adapter is published.
+
+        Raises:
+            ValueError: The folder cannot be published. The message has the command to run later.
+            OSError: The Hub cannot be reached, or refuses. The message has that command too.
         """
         if not self.is_world_process_zero():
             return None
@@ -650,12 +631,14 @@ class NormAlignTrainer(SFTTrainer):
         try:
             return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
-            words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
+            error_class = ValueError if isinstance(error, ValueError) else OSError
+            command = (
+                f"normalign publish {shlex.quote(folder)} --repo-id {repo_id} --revision {revision}"
+            )
             if adapter:
-                words.append("--adapter")
-            kind = ValueError if isinstance(error, ValueError) else OSError
+                command += " --adapter"
             result = f"The trained model is complete in {folder}."
-            raise kind(f"{error}\n{result} Once that is fixed: `{shlex.join(words)}`.") from error
+            raise error_class(f"{error}\n{result} Once that is fixed: `{command}`.") from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # PEFT saves adapters. DeepSpeed gives an empty state if it does not gather weights.
@@ -679,27 +662,30 @@ class NormAlignTrainer(SFTTrainer):
             self.unquantized.tie_weights()
 
     def _unquantized_model(self, checkpoint: Checkpoint, frozen: set[str]) -> nn.Module:
-        """The quantized model in the precision that it was read in, with what was trained.
+        """Returns the quantized model in the precision that it was read in, with trained weights.
 
-        What is frozen is written as it was read. It is on meta if an earlier save has its files.
+        Frozen modules are written as they were read. They are on meta if an earlier save has their
+        files.
         """
-        own = self.model.state_dict()
-        now = {name: own[name] for name in own if weights.module_of_file(name) not in frozen}
+        trained_state = self.model.state_dict()
+        for tensor_name in list(trained_state):
+            if weights.module_of_file(tensor_name) in frozen:
+                del trained_state[tensor_name]
         if self.unquantized is not None:
             layout = weights.stored_tensors(self.unquantized)
-            needed = set()
-            for file, names in weights.shards_of(layout).items():
-                if weights.module_of_file(names[0]) in frozen:
-                    needed.add(file)
-            if needed <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
-                self.unquantized.load_state_dict(now, strict=False, assign=True)
+            shards = weights.shards_of(layout)
+            frozen_files = {
+                file for file in shards if weights.module_of_file(shards[file][0]) in frozen
+            }
+            if frozen_files <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
+                self.unquantized.load_state_dict(trained_state, strict=False, assign=True)
                 return self.unquantized
         model = load_model(checkpoint, self.args, self.learning_rates)
-        model.load_state_dict(now, strict=False)
+        model.load_state_dict(trained_state, strict=False)
         return model
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        # PEFT loads an adapter in float32, and makes all of it trainable: both are undone.
+        # PEFT loads an adapter in float32 and makes all of it trainable. Both are undone.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         with reading_checkpoint(resume_from_checkpoint):
             if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
@@ -730,17 +716,15 @@ class NormAlignTrainer(SFTTrainer):
         else:
             super()._load_best_model()
         folder = Path(self.state.best_model_checkpoint)
-        if not folder.exists():  # of which the Trainer warns
+        if not folder.exists():  # the Trainer warns of it
             return
-        self._best = {
-            "step": int(folder.name.rpartition("-")[2]),
-            "of_steps": self.state.global_step,
-            "metric": best_metric(self.args),
-            "value": self.state.best_metric,
-        }
-        metric = f"{self._best['metric']} {self._best['value']:.4g}"
-        steps = f"step {self._best['step']} of {self._best['of_steps']}"
-        show(self.state, f"The weights of {steps} are kept: {metric}, the best.")
+        step = int(folder.name.rpartition("-")[2])
+        last_step = self.state.global_step
+        metric = best_metric(self.args)
+        value = self.state.best_metric
+        self._best = {"step": step, "of_steps": last_step, "metric": metric, "value": value}
+        kept = f"The weights of step {step} of {last_step} are kept"
+        show(self.state, f"{kept}: {metric} {value:.4g}, the best.")
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         # The Trainer's saves all weights again where they are divided among processes.
@@ -773,12 +757,20 @@ class NormAlignTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
 
 
-OURS = {"_check_precision", "_describe", "_set_up", "_set_up_model", "_take_train_rows"}
-OURS |= {"_add_callbacks", "_take_over"}
-OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows", "_show_batch"}
+OURS = {
+    "_add_callbacks",
+    "_check_precision",
+    "_count_evaluated",
+    "_describe",
+    "_set_up_model",
+    "_show_batch",
+    "_take_over",
+    "_take_train_rows",
+    "_unquantized_model",
+}
 """Private methods that override none."""
 
-# A method of ours that overrides none of theirs any more would be passed over without a word.
+# If theirs was renamed, a method of ours that overrides it would silently have no effect.
 private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)}
 theirs = {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}
 if renamed := ", ".join(sorted(private - theirs - OURS)):

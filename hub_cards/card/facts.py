@@ -14,6 +14,7 @@ from ...evaluation.results import WEIGHT_FILES, Evaluation, files_hash, read_eva
 from ...modeling_normalign_llava import initial_gain
 from ..reading import (
     DIAGNOSTICS,
+    gguf_files,
     notices,
     read_config,
     read_json,
@@ -79,6 +80,7 @@ class Facts:
         figures: What `report.json` says of the figures in the card.
         evaluations: The results on all tasks.
         outdated: The tasks that were evaluated with other weights.
+        gguf: The bytes of each GGUF file, by its path in the folder.
     """
 
     def __init__(self, checkpoint: Path):
@@ -100,6 +102,9 @@ class Facts:
                 self.figures.append(figure)
         self.evaluations = read_evaluations(checkpoint)
         self.outdated = _outdated(checkpoint, self.evaluations)
+        self.gguf = {}
+        for file in gguf_files(checkpoint):
+            self.gguf[file.relative_to(checkpoint).as_posix()] = file.stat().st_size
 
     def setting(self, name: str) -> Any:
         """Returns a field of the configuration. For an adapter, it is the value in its training."""

@@ -77,7 +77,7 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str
         "base_model": base_models,
         "base_model_relation": base_relation if base_models else None,
         "datasets": _hub_ids(facts.data),
-        "tags": TAGS,
+        "tags": [*TAGS, "gguf"] if facts.gguf else TAGS,
         "model_name": name if scores else None,
         "eval_results": scores,
     }

@@ -33,6 +33,7 @@ def render_card(
     revision: str = "main",
     hub_card: str | None = None,
     base: Part | None = None,
+    with_gguf: bool = True,
 ) -> Card:
     """Renders the card of a checkpoint folder.
 
@@ -42,6 +43,7 @@ def render_card(
         revision: The branch or commit of `repo_id` that it loads.
         hub_card: The card on the Hub. Its edits take precedence over the folder's.
         base: An adapter's base. By default it is what its training started from, if the Hub has it.
+        with_gguf: Whether the card lists the GGUF files in the folder.
 
     Raises:
         ValueError: A record in the folder, or the author's part of a card, is not valid.
@@ -51,6 +53,8 @@ def render_card(
         f"What {checkpoint} records of itself", remedy=remedy
     ):  # fields of any type
         facts = Facts(checkpoint)
+        if not with_gguf:
+            facts.gguf = {}
         edits = author_edits(read_card(checkpoint), hub_card, repo_id)
         if base is None:
             base = _recorded_base(facts)

@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 _SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder."
 _HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but not a placeholder: hf_xxx...
 _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torch.save puts them in
+_GGUF_METADATA = 2**24  # bytes that hold them, with all tokens of a large vocabulary
 _MERGED = "the merged model, without --adapter."
 _PUBLISH_BASE = f"Publish the base first, and name it: --base user/name. Or publish {_MERGED}"
 
@@ -77,8 +78,7 @@ def check_private(source: PublishSource, token: str) -> None:
     faults = []
     for repo_path, content in source.files.items():
         if isinstance(content, Path):
-            with safe_open(content, "pt") as tensors:
-                text = json.dumps(tensors.metadata())
+            text = _read_metadata(content)
         elif content.startswith(_PICKLED):
             faults.append(f"{repo_path}: a pickle. It runs code when read. Save it as safetensors.")
             continue
@@ -97,6 +97,15 @@ def check_private(source: PublishSource, token: str) -> None:
             faults.append(f"{repo_path}, line {line_number}: {description}")
     if faults:
         raise ValueError("\n- ".join(["This must not be published:", *faults]))
+
+
+def _read_metadata(file: Path) -> str:
+    """Reads the metadata of a file of weights. In a GGUF file, they are at the beginning."""
+    if file.suffix == ".gguf":
+        with file.open("rb") as stream:
+            return stream.read(_GGUF_METADATA).decode("utf-8", "replace")
+    with safe_open(file, "pt") as tensors:
+        return json.dumps(tensors.metadata())
 
 
 def _local_paths(checkpoint: Path) -> set[str]:

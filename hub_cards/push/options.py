@@ -14,6 +14,7 @@ class PublishOptions:
     create_pr: bool = False
     space: bool = False
     as_adapter: bool = False
+    gguf: bool = False
     base: str | None = None
     base_quantization: str | None = None
     dry_run: bool = False

@@ -18,7 +18,7 @@ from ..card.facts import Part
 from ..card.metadata import check_replaceable, read_card
 from ..card.write import render_card
 from ..demo import push_space, require_own_space
-from ..reading import DIAGNOSTICS, read_json
+from ..reading import DIAGNOSTICS, GGUF, gguf_files, read_json
 from .checks import check_checkpoint, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
 from .options import PublishOptions
@@ -63,6 +63,7 @@ def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Pub
         create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base, on the Hub, pinned to a commit.
+        gguf: Send the GGUF files in the folder, or in its folder `gguf`, and the Modelfile too.
         base: The adapter's base, if it has moved: a folder or a Hub id.
         base_quantization: How the base was quantized in training, see [`merge_adapter`].
         dry_run: Check, and list what would be sent. Needs no token, and a network only for a base.
@@ -137,6 +138,12 @@ def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) 
     adapter_options = options.as_adapter or options.base or options.base_quantization
     if adapter_options and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
+    if options.gguf and (is_adapter or not gguf_files(checkpoint)):
+        remedy = f"Merge it first: `normalign merge {checkpoint} --output MODEL`."
+        if not is_adapter:
+            command = f"normalign export {checkpoint} --output {checkpoint / GGUF}"
+            remedy = f"Write them first: `{command}`."
+        raise ValueError(f"{checkpoint} has no GGUF files that can be published. {remedy}")
     if options.space and (options.create_pr or options.as_adapter):
         remedy = "Leave out --space, or --create-pr and --adapter"
         raise ValueError(f"A Space needs a published whole model. {remedy}.")
@@ -196,6 +203,7 @@ def _checked_source(
         revision=options.revision,
         hub_card=repository.card,
         base=base,
+        with_gguf=options.gguf,
     )
     for warning in card.warnings:
         options.notify(f"Warning: {warning}")
@@ -206,7 +214,7 @@ def _checked_source(
         adapter_config["revision"] = base.revision
         config_text = json.dumps(adapter_config, indent=2, sort_keys=True)
         generated[ADAPTER_CONFIG] = config_text.encode()
-    source = choose_files(folder, generated)
+    source = choose_files(folder, generated, with_gguf=options.gguf)
     check_private(source, str(repository.api.token or ""))
     return source
 

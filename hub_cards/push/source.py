@@ -19,9 +19,10 @@ from ...checkpoint.files import (
 from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
-from ..reading import DIAGNOSTICS, NOTICES, read_public_report, weight_files
+from ..reading import DIAGNOSTICS, GGUF, NOTICES, gguf_files, read_public_report, weight_files
 
 
+MODELFILE = "Modelfile"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 _MODEL_FILES = (
     WEIGHTS,
@@ -48,6 +49,8 @@ _MODEL_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.json",
     "chat_template.jinja",
+    "*.gguf",
+    MODELFILE,
 )
 WRITTEN: dict[str, tuple[str, ...]] = {
     "": _MODEL_FILES,
@@ -55,6 +58,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     EVALUATION: (SUMMARY,),
     DIAGNOSTICS: (REPORT, "*.png"),
     **dict.fromkeys(NOTICES, ("[!.]*",)),
+    GGUF: ("*.gguf", MODELFILE),
 }
 """Patterns of the files that this package and transformers write, by folder.
 
@@ -95,12 +99,15 @@ class PublishSource:
     excluded: list[str]
 
 
-def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
+def choose_files(
+    folder: Path, generated: Mapping[str, bytes], *, with_gguf: bool = False
+) -> PublishSource:
     """Chooses the files to send, and reads the small ones, so that what is checked is what is sent.
 
     Args:
         folder: Folder of a checkpoint or adapter.
         generated: Contents by path that are sent instead of the folder's files.
+        with_gguf: Whether GGUF files and the Modelfile beside them are sent.
 
     Raises:
         ValueError: The weights, the report of a diagnosis or a notice are not valid.
@@ -115,17 +122,20 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     if report:
         replaced[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
         figures = {f"{DIAGNOSTICS}/{figure['file']}" for figure in report["figures"]}
+    wanted = loaded | figures
+    if with_gguf:
+        wanted |= _gguf_paths(folder)
     files_here: dict[str, bytes | Path] = {}
     excluded = []
     for local_path in _paths(folder):
         repo_path = local_path.relative_to(folder).as_posix()
         if local_path.is_dir():
             excluded.append(f"{repo_path}/")
-        elif not _is_sent(local_path, repo_path, loaded | figures):
+        elif not _is_sent(local_path, repo_path, wanted):
             excluded.append(repo_path)
         elif _is_notice(repo_path):
             files_here[repo_path] = read_notice(local_path)
-        elif local_path.suffix == ".safetensors":
+        elif local_path.suffix in (".safetensors", ".gguf"):
             files_here[repo_path] = local_path
         else:
             files_here[repo_path] = local_path.read_bytes()
@@ -142,14 +152,24 @@ def _is_sent(local_path: Path, repo_path: str, needed: set[str]) -> bool:
     Args:
         local_path: The file.
         repo_path: Its path in the repository.
-        needed: The weights that would be loaded, and the figures that the report names.
+        needed: The weights that would be loaded, the figures that the report names, GGUF files.
     """
     if not local_path.is_file() or not _matches(repo_path, SENT):
         return False
     if _is_notice(repo_path):
         return True
-    is_optional = local_path.suffix in (".safetensors", ".png") or repo_path == INDEX
+    is_optional = local_path.suffix in (".safetensors", ".png", ".gguf")
+    is_optional = is_optional or local_path.name in (INDEX, MODELFILE)
     return repo_path in needed or not is_optional
+
+
+def _gguf_paths(folder: Path) -> set[str]:
+    """Returns the paths of GGUF files and of the Modelfile beside them."""
+    paths = set()
+    for file in gguf_files(folder):
+        paths.add(file.relative_to(folder).as_posix())
+        paths.add(file.with_name(MODELFILE).relative_to(folder).as_posix())
+    return paths
 
 
 def _is_notice(repo_path: str) -> bool:

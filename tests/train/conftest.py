@@ -12,14 +12,22 @@ def parts(tmp_path_factory):
     """vision/, language/, model/ made of both, and three data sets, to which nothing writes."""
     folder = tmp_path_factory.mktemp("parts")
     training.checkpoint(folder)
-    for name, count in {"data": 12, "first": 11, "second": 9}.items():
-        rows = []
-        for i in range(count):
-            image = ("red.png", "green.png", "blue.png")[i % 3]
-            rows.append(train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", image))
-        rows[4] = train_data.llava("and without an image?", "it is words")
-        train_data.write_json(folder / name, rows)
+    write_rows(folder / "data", 12)
+    write_rows(folder / "first", 11)
+    write_rows(folder / "second", 9)
     return folder
+
+
+def write_rows(data_folder, row_count: int) -> None:
+    """Rows with an image, but the fifth."""
+    data_rows = []
+    for number in range(row_count):
+        image = ("red.png", "green.png", "blue.png")[number % 3]
+        question = f"<image>\nwhat is {number}?"
+        answer = f"it is {number * 7 % 13}"
+        data_rows.append(train_data.llava(question, answer, image))
+    data_rows[4] = train_data.llava("and without an image?", "it is words")
+    train_data.write_json(data_folder, data_rows)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +36,7 @@ def half(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("half") / "model"
     shutil.copytree(checkpoint, folder)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="bfloat16")
-    stored = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    model.model.multi_modal_projector = stored.model.multi_modal_projector
+    float32_model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    model.model.multi_modal_projector = float32_model.model.multi_modal_projector
     model.save_pretrained(folder)
     return folder

@@ -43,208 +43,315 @@ class Watched(NormAlignTrainer):
 
     def __init__(self, *args, **kwargs):
         self.batches = []
-        self.totals = []
+        self.gradient_norms = []
         super().__init__(*args, **kwargs)
-        self.start = copy.deepcopy(self.model)
+        self.first_model = copy.deepcopy(self.model)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if model.training:
-            self.batches.append({name: value.clone() for name, value in inputs.items()})
+            batch = {name: tensor.clone() for name, tensor in inputs.items()}
+            self.batches.append(batch)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        self.totals += [] if grad_norm is None else [float(grad_norm)]
+        if grad_norm is not None:
+            self.gradient_norms.append(float(grad_norm))
         return super()._get_grad_norm(model, grad_norm)
 
 
 def make_trainer(checkpoint, folder, rank=0, dropout=0.0, images=1, **options) -> Watched:
-    options = dict(max_steps=3, learning_rate=1e-2, seed=3) | options
-    options |= dict(gradient_accumulation_steps=2, lr_scheduler_type="constant")
-    options |= dict(use_peft=True, lora_r=rank, lora_dropout=dropout) if rank else {}
-    data = training.rows(12, images=lambda number: images)
-    return training.trainer(folder, checkpoint, data, cls=Watched, **options)
+    """A trainer with two batches a step; of adapters if they have a `rank`."""
+    train_options = {
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "seed": 3,
+        **options,
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "constant",
+    }
+    if rank:
+        train_options["use_peft"] = True
+        train_options["lora_r"] = rank
+        train_options["lora_dropout"] = dropout
+    train_rows = training.rows(12, images=lambda number: images)
+    return training.trainer(folder, checkpoint, train_rows, cls=Watched, **train_options)
 
 
-def logs(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
-
-
-def part_of(name: str) -> str:
-    """By hand, and stricter than what is tested: the names are spelled out."""
-    module, _, rest = name.removeprefix("base_model.model.").removeprefix("model.").partition(".")
-    if module == "multi_modal_projector":
-        own = rest.replace("modules_to_save.default.", "")
-        return {"norm.weight": "gain", "norm.bias": "bias"}.get(own, "projector")
-    return module
-
-
-@pytest.fixture(scope="module", params=[(0, 0.1), (2, 0.0)], ids=["full", "adapters"])
-def step(request, checkpoint, tmp_path_factory):
-    """A trainer after its first step, of two batches."""
-    rank, clip = request.param
-    options = dict(rank=rank, max_grad_norm=clip, gradient_checkpointing=rank > 0, max_steps=1)
-    trainer = make_trainer(checkpoint, tmp_path_factory.mktemp("step"), **options)
+def train(checkpoint, folder, **options) -> Watched:
+    trainer = make_trainer(checkpoint, folder, **options)
     trainer.train()
     return trainer
 
 
-def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(step):
-    model = copy.deepcopy(base_model(step.start)).double().eval()
-    image = model.config.image_token_id
-    norms = {"visual": [], "text": []}
-    padded = [batch for batch in step.batches if not batch["attention_mask"].all()]
-    assert len(step.batches) == 2 and padded
-    for batch in step.batches:
-        ids = batch["input_ids"]
-        mask = batch["attention_mask"]
-        with torch.no_grad():
-            states = model.get_input_embeddings()(ids)
-            pixels = batch["pixel_values"].double()
-            features = model.model.get_image_features(pixels, return_dict=True).pooler_output
-            states[ids == image] = torch.cat(tuple(features)).double()
-        lists = (values.flatten(0, 1).tolist() for values in (states, ids, mask))
-        for token, number, attended in zip(*lists, strict=True):
-            if attended:
-                norms["visual" if number == image else "text"].append(math.hypot(*token))
-    expected = {f"norm/{kind}": sum(values) / len(values) for kind, values in norms.items()}
-    assert abs(expected["norm/visual"] - expected["norm/text"]) > 1e-3
-    assert {key: logs(step)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
+def train_logs(trainer) -> list[dict]:
+    history = trainer.state.log_history
+    return [log_entry for log_entry in history if "loss" in log_entry]
 
 
-def test_gradient_norms_are_those_before_clipping(step):
-    model = copy.deepcopy(step.start).double().train()
+def starting_with(entry: dict, *prefixes: str) -> dict:
+    return {key: entry[key] for key in entry if key.startswith(prefixes)}
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def part_of(parameter_name: str) -> str:
+    """By hand, and stricter than what is tested: the names are spelled out."""
+    without_prefix = parameter_name.removeprefix("base_model.model.").removeprefix("model.")
+    module, _, name_in_module = without_prefix.partition(".")
+    if module != "multi_modal_projector":
+        return module
+    norm_parts = {"norm.weight": "gain", "norm.bias": "bias"}
+    own_name = name_in_module.replace("modules_to_save.default.", "")
+    return norm_parts.get(own_name, "projector")
+
+
+@pytest.fixture(scope="module", params=["full", "adapters"])
+def trainer_after_a_step(request, checkpoint, tmp_path_factory):
+    """A trainer after its first step, of two batches."""
+    folder = tmp_path_factory.mktemp("step")
+    if request.param == "full":
+        return train(checkpoint, folder, max_grad_norm=0.1, max_steps=1)
+    return train(
+        checkpoint,
+        folder,
+        rank=2,
+        max_grad_norm=0.0,
+        gradient_checkpointing=True,
+        max_steps=1,
+    )
+
+
+def decoder_inputs(model, batch) -> torch.Tensor:
+    """The decoder's input vectors, with image features in the places of image tokens."""
+    token_ids = batch["input_ids"]
+    with torch.no_grad():
+        vectors = model.get_input_embeddings()(token_ids)
+        pixel_values = batch["pixel_values"].double()
+        features = model.model.get_image_features(pixel_values, return_dict=True).pooler_output
+        vectors[token_ids == model.config.image_token_id] = torch.cat(tuple(features)).double()
+    return vectors
+
+
+def test_token_norms_are_means_over_the_decoder_inputs_of_all_micro_batches(trainer_after_a_step):
+    batches = trainer_after_a_step.batches
+    assert len(batches) == 2
+    is_padded = [not batch["attention_mask"].all() for batch in batches]
+    assert any(is_padded)
+    model = copy.deepcopy(base_model(trainer_after_a_step.first_model)).double().eval()
+    visual_norms = []
+    text_norms = []
+    for batch in batches:
+        vectors = decoder_inputs(model, batch).flatten(0, 1).tolist()
+        token_ids = batch["input_ids"].flatten().tolist()
+        attention_mask = batch["attention_mask"].flatten().tolist()
+        for vector, token_id, attended in zip(vectors, token_ids, attention_mask, strict=True):
+            norm = math.hypot(*vector)
+            if attended and token_id == model.config.image_token_id:
+                visual_norms.append(norm)
+            elif attended:
+                text_norms.append(norm)
+    assert abs(mean(visual_norms) - mean(text_norms)) > 1e-3
+    logged = train_logs(trainer_after_a_step)[0]
+    assert logged["norm/visual"] == pytest.approx(mean(visual_norms), rel=1e-5)
+    assert logged["norm/text"] == pytest.approx(mean(text_norms), rel=1e-5)
+
+
+def backward(model, batches) -> None:
+    """Gradients of the mean loss over all labels, by hand."""
+    label_count = 0
+    for batch in batches:
+        label_count += (batch["labels"] != -100).sum()
+    for batch in batches:
+        output = base_model(model)(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            pixel_values=batch["pixel_values"].double(),
+        )
+        logits = output.logits[:, :-1].mT
+        labels = batch["labels"][:, 1:]
+        summed_loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        (summed_loss / label_count).backward()
+
+
+def test_gradient_norms_are_measured_before_clipping(trainer_after_a_step):
+    model = copy.deepcopy(trainer_after_a_step.first_model).double().train()
     for module in model.modules():
         module._forward_pre_hooks.clear()  # inputs of a projector beside adapters become float32
     # TRL's forward is a closure over the model it was made for, so the copy's is the class's own.
     del base_model(model).forward
-    count = sum((batch["labels"] != -100).sum() for batch in step.batches)
-    for batch in step.batches:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        pixels = batch["pixel_values"].double()
-        logits = base_model(model)(**inputs, pixel_values=pixels).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:], reduction="sum")
-        (loss / count).backward()
-    squares = dict.fromkeys(
-        GRADIENT_PARTS if step.learning_rates["vision"] else GRADIENT_PARTS[1:], 0.0
-    )
-    for name, parameter in model.named_parameters():
+    backward(model, trainer_after_a_step.batches)
+    squares = dict.fromkeys(GRADIENT_PARTS, 0.0)
+    if not trainer_after_a_step.learning_rates["vision"]:
+        del squares[GRADIENT_PARTS[0]]
+    for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
-            squares[part_of(name)] += parameter.grad.square().sum().item()
-    expected = {f"grad_norm/{part}": math.sqrt(square) for part, square in squares.items()}
-    expected["grad_norm"] = math.sqrt(sum(squares.values()))
-    logged = {key: value for key, value in logs(step)[0].items() if key.startswith("grad_norm")}
-    assert logged == pytest.approx(expected, rel=1e-4)
+            squares[part_of(parameter_name)] += parameter.grad.square().sum().item()
+    expected = {"grad_norm": math.sqrt(sum(squares.values()))}
+    for gradient_part, square in squares.items():
+        expected[f"grad_norm/{gradient_part}"] = math.sqrt(square)
+    logged = train_logs(trainer_after_a_step)[0]
+    assert starting_with(logged, "grad_norm") == pytest.approx(expected, rel=1e-4)
 
 
 def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
-    options = dict(max_steps=6, logging_steps=3, learning_rate=1e-4, max_grad_norm=3.23)
-    trainer = make_trainer(checkpoint, tmp_path, **options)
-    trainer.train()
-    assert len(trainer.totals) == 6
-    for entry, totals in zip(logs(trainer), (trainer.totals[:3], trainer.totals[3:]), strict=True):
-        assert entry["clip/share"] == pytest.approx(sum(total > 3.23 for total in totals) / 3)
-    assert 0 < sum(total > 3.23 for total in trainer.totals) < 6
+    max_grad_norm = 3.23
+    trainer = train(
+        checkpoint,
+        tmp_path,
+        max_steps=6,
+        logging_steps=3,
+        learning_rate=1e-4,
+        max_grad_norm=max_grad_norm,
+    )
+    is_clipped = [norm > max_grad_norm for norm in trainer.gradient_norms]
+    assert len(is_clipped) == 6
+    first_entry, second_entry = train_logs(trainer)
+    assert first_entry["clip/share"] == pytest.approx(sum(is_clipped[:3]) / 3)
+    assert second_entry["clip/share"] == pytest.approx(sum(is_clipped[3:]) / 3)
+    assert 0 < sum(is_clipped) < 6
 
 
 def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypatch, capsys):
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
-    args = TrainingArguments()
+    seconds = 100.0
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: seconds)
+    trainer_state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
+    arguments = TrainingArguments()
     control = TrainerControl()
-    lines = progress.ProgressLines()
-    lines.on_train_begin(args, state, control)
-    lines.on_step_begin(args, state, control)
-    lines.on_log(args, state, control, logs={"loss": 1.0})
-    assert capsys.readouterr().out.splitlines()[-1].endswith(" -")  # before a step was taken
-    now[0] += 7200
-    lines.on_train_begin(args, state, control)  # the run begins anew
-    now[0] += 3600  # in which a resumed run reads the rows of the steps before
+    progress_lines = progress.ProgressLines()
+
+    def last_line() -> str:
+        progress_lines.on_log(arguments, trainer_state, control, logs={"loss": 1.0})
+        return capsys.readouterr().out.splitlines()[-1]
+
+    progress_lines.on_train_begin(arguments, trainer_state, control)
+    progress_lines.on_step_begin(arguments, trainer_state, control)
+    assert last_line().endswith(" -")  # before a step was taken
+    seconds += 7200
+    progress_lines.on_train_begin(arguments, trainer_state, control)  # the run begins anew
+    seconds += 3600  # in which a resumed run reads the rows of the steps before
     for _ in range(2):
-        lines.on_step_begin(args, state, control)
-        now[0] += 5.2
-        state.global_step += 1
-    lines.on_log(args, state, control, logs={"loss": 1.0})
-    *_, line = capsys.readouterr().out.splitlines()
-    assert line.endswith("0:00:10")
+        progress_lines.on_step_begin(arguments, trainer_state, control)
+        seconds += 5.2
+        trainer_state.global_step += 1
+    assert last_line().endswith("0:00:10")
 
 
-LOGGED = {"loss": 1.23456, "learning_rate": 2e-5, "norm/visual": 123.456, "norm/text": 0.5}
-LOGGED |= {"grad_norm": 7.0, "clip/share": 0.25}
+LOGGED = {
+    "loss": 1.23456,
+    "learning_rate": 2e-5,
+    "norm/visual": 123.456,
+    "norm/text": 0.5,
+    "grad_norm": 7.0,
+    "clip/share": 0.25,
+}
 
 
-def told(logs: list[dict], capsys, first=0, max_steps=10, **own) -> list[str]:
+def printed_lines(logs: list[dict], capsys, first=0, max_steps=10, **state_values) -> list[str]:
     """What is printed of logs at step 3 of 10, in a run that began at a step."""
-    state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
-    args = TrainingArguments(max_grad_norm=2.5)
+    trainer_state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
+    arguments = TrainingArguments(max_grad_norm=2.5)
     control = TrainerControl()
-    lines = None
-    lines = progress.ProgressLines()
-    lines.on_train_begin(args, state, control)
-    state.global_step = 3
-    for name, value in own.items():
-        setattr(state, name, value)
-    for entry in logs:
-        lines.on_log(args, state, control, logs=entry)
+    progress_lines = progress.ProgressLines()
+    progress_lines.on_train_begin(arguments, trainer_state, control)
+    trainer_state.global_step = 3
+    for name, value in state_values.items():
+        setattr(trainer_state, name, value)
+    for log_entry in logs:
+        progress_lines.on_log(arguments, trainer_state, control, logs=log_entry)
     return capsys.readouterr().out.splitlines()
 
 
 def test_a_line_has_what_was_logged_under_its_name(capsys):
-    header, line, less = told([LOGGED, {"loss": 2.0}], capsys)
-    assert header.split() == [
-        *("step", "loss", "lr", "visual", "text", "gradient", "clipped", "time", "left")
-    ]
-    assert line.split() == ["3/10", "1.235", "2e-05", "123", "0.5", "7", "25%", "-"]
-    assert less.split() == ["3/10", "2", "-", "-", "-", "-", "-", "-"]
-    assert len(header) == len(line) == len(less) <= 80
-    header, line = told([LOGGED], capsys, max_steps=20_000)
-    assert len(header) == len(line) <= 80
+    header, full_line, loss_line = printed_lines([LOGGED, {"loss": 2.0}], capsys)
+    expected = {
+        "step": "3/10",
+        "loss": "1.235",
+        "lr": "2e-05",
+        "visual": "123",
+        "text": "0.5",
+        "gradient": "7",
+        "clipped": "25%",
+        "time": "-",
+    }
+    assert header.split() == [*expected, "left"]
+    assert full_line.split() == list(expected.values())
+    assert loss_line.split() == ["3/10", "2", "-", "-", "-", "-", "-", "-"]
+    assert len(header) <= 80
+    assert len(full_line) == len(header)
+    assert len(loss_line) == len(header)
+
+
+def test_a_line_of_many_steps_is_as_wide_as_its_header(capsys):
+    header, loss_line = printed_lines([LOGGED], capsys, max_steps=20_000)
+    assert len(header) <= 80
+    assert len(loss_line) == len(header)
+
+
+HELD_OUT = {"eval_easy_loss": 0.51239, "eval_runtime": 3.0, "epoch": 1.0}
+END = {"train_runtime": 3661.4, "train_loss": 0.25}
 
 
 def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
-    held_out = {"eval_easy_loss": 0.51239, "eval_runtime": 3.0, "epoch": 1.0}
-    end = {"train_runtime": 3661.4, "train_loss": 0.25}
-    _, line, last = told([held_out, end], capsys)
-    assert line.split() == ["3/10", "eval_easy_loss", "0.5124"]
-    assert "3 steps in 1:01:01" in last and last.endswith(" 0.25")
-    assert "0 steps" in told([end], capsys, first=3)[-1]  # resumed at its end
-    assert "1 steps" in told([end], capsys, first=2)[-1]
-    assert "0.25" not in told([end], capsys, first=3)[-1]
+    _, held_out_line, last_line = printed_lines([HELD_OUT, END], capsys)
+    assert held_out_line.split() == ["3/10", "eval_easy_loss", "0.5124"]
+    assert "3 steps in 1:01:01" in last_line
+    assert last_line.endswith(" 0.25")
+
+
+def test_a_run_that_is_resumed_at_its_end_took_no_steps_and_has_no_loss(capsys):
+    last_line = printed_lines([END], capsys, first=3)[-1]
+    assert "0 steps" in last_line
+    assert "0.25" not in last_line
+
+
+def test_only_the_steps_of_a_resumed_run_are_counted(capsys):
+    assert "1 steps" in printed_lines([END], capsys, first=2)[-1]
 
 
 def test_what_is_logged_before_training_has_lines_too(capsys):
-    state = TrainerState(max_steps=10, is_world_process_zero=True)
-    lines = progress.ProgressLines()
-    args = TrainingArguments()
-    for logs in ({"eval_loss": 0.5}, {"loss": 2.0}):
-        lines.on_log(args, state, TrainerControl(), logs=logs)
-    held_out, line = capsys.readouterr().out.splitlines()
-    assert held_out.split() == ["0/10", "eval_loss", "0.5"]
-    assert line.split()[:2] == ["0/10", "2"] and line.endswith(" -")
+    trainer_state = TrainerState(max_steps=10, is_world_process_zero=True)
+    progress_lines = progress.ProgressLines()
+    arguments = TrainingArguments()
+    progress_lines.on_log(arguments, trainer_state, TrainerControl(), logs={"eval_loss": 0.5})
+    progress_lines.on_log(arguments, trainer_state, TrainerControl(), logs={"loss": 2.0})
+    held_out_line, loss_line = capsys.readouterr().out.splitlines()
+    assert held_out_line.split() == ["0/10", "eval_loss", "0.5"]
+    assert loss_line.split()[:2] == ["0/10", "2"]
+    assert loss_line.endswith(" -")
 
 
-def test_the_first_process_alone_prints(capsys):
-    assert len(told([LOGGED], capsys, is_world_process_zero=False)) == 1  # its header
+def test_only_the_first_process_prints(capsys):
+    header_only = printed_lines([LOGGED], capsys, is_world_process_zero=False)
+    assert len(header_only) == 1
 
 
-@pytest.mark.parametrize(
-    ("factor", "clipped", "lines"), [(1.0, 0.9, 0), (3.14159, 0.5, 0), (3.14159, 0.6, 1)]
-)
-def test_clipping_is_explained_where_the_factor_is_large_and_most_are_clipped(
-    capsys, factor, clipped, lines
+def clipping_lines(entry: dict, capsys) -> list[str]:
+    """What is printed about clipping if an entry is logged twice."""
+    return [line for line in printed_lines([entry, entry], capsys) if "GWC" in line]
+
+
+@pytest.mark.parametrize(("factor", "clipped"), [(1.0, 0.9), (3.14159, 0.5)])
+def test_clipping_is_not_explained_where_the_factor_is_1_or_half_are_clipped(
+    capsys, factor, clipped
 ):
-    entry = {**LOGGED, "gwc/factor": factor, "clip/share": clipped}
-    said = [line for line in told([entry, entry], capsys) if "GWC" in line]
-    assert len(said) == lines
-    if lines:
-        assert " 3.14," in said[0] and "max_grad_norm 2.5" in said[0]
+    log_entry = {**LOGGED, "gwc/factor": factor, "clip/share": clipped}
+    assert clipping_lines(log_entry, capsys) == []
+
+
+def test_clipping_is_explained_once_where_the_factor_is_large_and_most_are_clipped(capsys):
+    log_entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.6}
+    (explanation,) = clipping_lines(log_entry, capsys)
+    assert " 3.14," in explanation
+    assert "max_grad_norm 2.5" in explanation
 
 
 @pytest.mark.parametrize("missing", ["gwc/factor", "clip/share"])
 def test_clipping_is_not_explained_where_it_was_not_measured(capsys, missing):
-    entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.9}
-    del entry[missing]
-    assert not [line for line in told([entry], capsys) if "GWC" in line]
+    log_entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.9}
+    del log_entry[missing]
+    assert clipping_lines(log_entry, capsys) == []
 
 
 class Table(TrainerCallback):
@@ -252,167 +359,296 @@ class Table(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "is_terminal", "ours"),
+    ("callback_class", "is_terminal", "expected"),
     [
-        (ProgressCallback, True, {progress.Bars, progress.ProgressLines}),
-        (ProgressCallback, False, {progress.ProgressLines}),
-        (PrinterCallback, True, {progress.ProgressLines}),
-        (Table, True, {Table}),
+        pytest.param(
+            ProgressCallback,
+            True,
+            {progress.Bars, progress.ProgressLines},
+            id="bars in a terminal",
+        ),
+        pytest.param(
+            ProgressCallback,
+            False,
+            {progress.ProgressLines},
+            id="bars in a file",
+        ),
+        pytest.param(
+            PrinterCallback,
+            True,
+            {progress.ProgressLines},
+            id="a printer",
+        ),
+        pytest.param(
+            Table,
+            True,
+            {Table},
+            id="a notebook",
+        ),
     ],
 )
 def test_bars_are_for_terminals_and_a_notebook_keeps_its_table(
-    monkeypatch, theirs, is_terminal, ours
+    monkeypatch, callback_class, is_terminal, expected
 ):
-    handler = CallbackHandler([theirs()], None, None, None, None)
+    handler = CallbackHandler([callback_class()], None, None, None, None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     progress.show_lines(handler)
-    assert {type(callback) for callback in handler.callbacks} - {DefaultFlowCallback} == ours
+    callback_classes = {type(callback) for callback in handler.callbacks}
+    assert callback_classes - {DefaultFlowCallback} == expected
 
 
 def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
-    options = dict(max_steps=3, logging_steps=2, logging_first_step=True, max_grad_norm=0.0)
-    trainer = make_trainer(checkpoint, tmp_path, **options)
-    trainer.train()
-    assert [entry["step"] for entry in logs(trainer)] == [1, 2]
-    for entry in logs(trainer):
-        assert entry["norm/visual"] > 0 and entry["grad_norm/gain"] > 0
-        assert "clip/share" not in entry  # nothing is clipped
-        assert math.hypot(*(entry[f"grad_norm/{part}"] for part in GRADIENT_PARTS)) > 0
+    trainer = train(
+        checkpoint,
+        tmp_path,
+        max_steps=3,
+        logging_steps=2,
+        logging_first_step=True,
+        max_grad_norm=0.0,
+    )
+    entries = train_logs(trainer)
+    assert [log_entry["step"] for log_entry in entries] == [1, 2]
+    for log_entry in entries:
+        assert log_entry["norm/visual"] > 0
+        assert log_entry["grad_norm/gain"] > 0
+        assert "clip/share" not in log_entry  # nothing is clipped
+        part_norms = [log_entry[f"grad_norm/{gradient_part}"] for gradient_part in GRADIENT_PARTS]
+        assert math.hypot(*part_norms) > 0
+
+
+class MeasuredSteps:
+    """Measurements of a tiny model, step by step, without a trainer."""
+
+    def __init__(self, folder, max_steps=4, **options):
+        self.settings = training.settings(folder, **options)
+        Accelerator(cpu=True)  # the options have made accelerate forget its state
+        self.measurements = Measurements(self.settings)
+        self.model = tiny.model()
+        # As a run that is resumed had it.
+        self.state = TrainerState(max_steps=max_steps, logging_steps=1)
+
+    def begin(self) -> None:
+        self.measurements.on_train_begin(
+            self.settings,
+            self.state,
+            control=None,
+            model=self.model,
+        )
+
+    def begin_step(self) -> None:
+        self.measurements.on_step_begin(self.settings, self.state, control=None)
+
+    def clip(self, total_norm) -> None:
+        self.measurements.after_clip(total_norm)
+
+    def end_step(self) -> None:
+        self.measurements.on_pre_optimizer_step(
+            self.settings,
+            self.state,
+            control=None,
+            model=self.model,
+        )
+
+    def collect(self) -> dict:
+        return self.measurements.collect()
 
 
 @pytest.mark.parametrize(
-    ("options", "steps_measured"), [({"logging_steps": 2}, [2, 4]), ({"logging_steps": 3}, [3])]
+    ("strategy", "logging_steps", "expected"),
+    [
+        ("steps", 2, [2, 4]),
+        ("steps", 3, [3]),
+        ("epoch", 2, []),
+        ("epoch", 3, []),
+    ],
 )
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_which_steps_are_measured_is_an_option_of_this_run(
-    tmp_path, options, steps_measured, strategy
+    tmp_path, strategy, logging_steps, expected
 ):
-    args = training.settings(tmp_path, **options, logging_strategy=strategy)
-    Accelerator(cpu=True)  # the options have made accelerate forget its state
-    watch = Measurements(args)
-    model = tiny.model()
-    found = []
-    state = TrainerState(max_steps=4, logging_steps=1)  # as a run that is resumed had it
-    watch.on_train_begin(args, state, None, model=model)
-    for state.global_step in range(4):
-        watch.on_step_begin(args, state, None)
-        watch.on_pre_optimizer_step(args, state, None, model=model)
-        if watch.collect():
-            found.append(state.global_step + 1)
-    assert found == (steps_measured if strategy == "steps" else [])
+    measured_run = MeasuredSteps(tmp_path, logging_strategy=strategy, logging_steps=logging_steps)
+    measured_run.begin()
+    measured_steps = []
+    for step_number in range(1, 5):
+        measured_run.state.global_step = step_number - 1
+        measured_run.begin_step()
+        measured_run.end_step()
+        if measured_run.collect():
+            measured_steps.append(step_number)
+    assert measured_steps == expected
 
 
-def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
-    args = training.settings(tmp_path, max_grad_norm=1.0)
-    Accelerator(cpu=True)
-    watch = Measurements(args)
-    model = tiny.model()
-    state = TrainerState(max_steps=4)
-    watch.after_clip(torch.tensor(9.0))
-    watch.on_train_begin(args, state, None, model=model)
-    shares = []
-    for norms in ([None], [None, torch.tensor(0.5), torch.tensor(2.0)]):
-        watch.on_step_begin(args, state, None)
-        watch.on_pre_optimizer_step(args, state, None, model=model)
-        for norm in norms:
-            watch.after_clip(norm)
-        shares.append(watch.collect().get("clip/share"))
-    assert shares == [None, 0.5]
+def test_steps_of_an_earlier_run_or_of_an_unknown_norm_are_not_in_the_share(tmp_path):
+    measured_run = MeasuredSteps(tmp_path, max_grad_norm=1.0)
+    measured_run.clip(torch.tensor(9.0))
+    measured_run.begin()
+
+    measured_run.begin_step()
+    measured_run.end_step()
+    measured_run.clip(None)
+    assert measured_run.collect().get("clip/share") is None
+
+    measured_run.begin_step()
+    measured_run.end_step()
+    for norm in (None, torch.tensor(0.5), torch.tensor(2.0)):
+        measured_run.clip(norm)
+    assert measured_run.collect()["clip/share"] == 0.5
 
 
 def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(tmp_path):
-    args = training.settings(tmp_path, max_grad_norm=4.0)
-    Accelerator(cpu=True)
-    watch = Measurements(args)
-    model = tiny.model()
-    state = TrainerState(max_steps=2)
-    watch.on_train_begin(args, state, None, model=model)
+    measured_run = MeasuredSteps(tmp_path, max_steps=2, max_grad_norm=4.0)
+    measured_run.begin()
+    model = measured_run.model
+    embeddings = model.get_input_embeddings()
     gain = model.model.multi_modal_projector.norm.weight
     gain.grad = torch.full_like(gain, 0.25)
-    embed = model.get_input_embeddings()
-    for total, images in ((2.0, 1), (8.0, 0)):  # the second is halved by clipping
+    clipped_norm = 0.25 * math.sqrt(gain.numel())
+
+    # The second step is halved by clipping.
+    for total_norm, images, factor in ((2.0, 1, 1.0), (8.0, 0, 2.0)):
         batch = tiny.inputs(images=images, text=3 + images)
-        watch.on_step_begin(args, state, None)
+        measured_run.begin_step()
         with torch.no_grad():
             model(**batch)
-            words = batch["input_ids"][batch["input_ids"] != tiny.IMAGE]
-            expected = embed(words).norm(dim=-1).mean().item()
-        watch.after_clip(torch.tensor(total))
-        watch.on_pre_optimizer_step(args, state, None, model=model)
-        values = watch.collect()
-        assert values["norm/text"] == pytest.approx(expected, rel=1e-5)
-        assert ("norm/visual" in values) == bool(images)
-        norm = 0.25 * math.sqrt(gain.numel()) * max(1.0, total / 4.0)
-        assert values["grad_norm/gain"] == pytest.approx(norm, rel=1e-5)
-        assert watch.collect() == {}  # as for another line of the same step
-        layer = model.model.language_model.layers[0]
-        assert not model.model._forward_pre_hooks and not layer._forward_pre_hooks
+            text_ids = batch["input_ids"][batch["input_ids"] != tiny.IMAGE]
+            text_norm = embeddings(text_ids).norm(dim=-1).mean().item()
+        measured_run.clip(torch.tensor(total_norm))
+        measured_run.end_step()
+        measured = measured_run.collect()
+        assert measured["norm/text"] == pytest.approx(text_norm, rel=1e-5)
+        assert ("norm/visual" in measured) == (images > 0)
+        assert measured["grad_norm/gain"] == pytest.approx(clipped_norm * factor, rel=1e-5)
+        assert measured_run.collect() == {}  # as for another line of the same step
+        assert not model.model._forward_pre_hooks
+        assert not model.model.language_model.layers[0]._forward_pre_hooks
 
 
 def test_a_line_is_in_a_file_as_soon_as_it_is_printed(monkeypatch):
-    file = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    output_file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output_file))
     progress.show(TrainerState(is_world_process_zero=True), "3/10")
-    assert file.getvalue() == b"3/10\n"
+    assert output_file.getvalue() == b"3/10\n"
 
 
-@pytest.mark.parametrize("arm", ["aligned", "rms", "none"])
-def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm):
-    options = {"norm": "rms_norm"} if arm == "rms" else {"arm": arm}
-    trainer = make_trainer(training.checkpoint(tmp_path, **options), tmp_path / "run", max_steps=1)
-    trainer.train()
-    entry = logs(trainer)[-1]
-    shown = {name: entry[name] for name in entry if name.startswith(("gain/", "bias/", "gwc/"))}
-    expected = {"gwc/factor": 1.0}
-    if arm != "none":
-        gain = trainer.model.model.multi_modal_projector.norm.weight.double().tolist()
-        mean = sum(map(abs, gain)) / len(gain)
-        expected.update({"gain/l2": math.sqrt(sum(g * g for g in gain)), "gain/mean_abs": mean})
-        if arm != "aligned":
-            expected["gwc/factor"] = 1 / mean
-        if arm != "rms":
-            bias = trainer.model.model.multi_modal_projector.norm.bias.double().tolist()
-            expected["bias/mean_abs"] = sum(map(abs, bias)) / len(bias)
-    assert shown == pytest.approx(expected, rel=1e-5)
+def projector_logs(folder, **options) -> tuple[dict, torch.nn.Module]:
+    """What is logged of the projector's norm after a step of a new checkpoint, and the norm."""
+    checkpoint = training.checkpoint(folder, **options)
+    trainer = train(checkpoint, folder / "run", max_steps=1)
+    last_entry = train_logs(trainer)[-1]
+    logged = starting_with(last_entry, "gain/", "bias/", "gwc/")
+    return logged, trainer.model.model.multi_modal_projector.norm
 
 
-def test_frozen_parts_and_absent_images_have_no_entry(checkpoint, tmp_path):
-    rates = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
-    trainer = make_trainer(checkpoint, tmp_path, max_steps=1, **rates)
-    trainer.train()
-    names = {name for name in logs(trainer)[0] if name.startswith("grad_norm/")}
-    assert names == {f"grad_norm/{part}" for part in ("projector", "gain", "bias")}
-    text = make_trainer(checkpoint, tmp_path, images=0, max_steps=1)
-    text.train()
-    assert "norm/visual" not in logs(text)[0] and logs(text)[0]["norm/text"] > 0
+def mean_absolute(parameter) -> float:
+    absolute_values = [abs(value) for value in parameter.double().tolist()]
+    return mean(absolute_values)
+
+
+def root_of_squares(parameter) -> float:
+    squares = [value * value for value in parameter.double().tolist()]
+    return math.sqrt(sum(squares))
+
+
+def test_without_a_norm_the_factor_of_compensation_is_1(tmp_path):
+    logged, _ = projector_logs(tmp_path, arm="none")
+    assert logged == pytest.approx({"gwc/factor": 1.0}, rel=1e-5)
+
+
+def test_the_size_of_gain_and_bias_without_compensation(tmp_path):
+    logged, projector_norm = projector_logs(tmp_path, arm="aligned")
+    expected = {
+        "gwc/factor": 1.0,
+        "gain/l2": root_of_squares(projector_norm.weight),
+        "gain/mean_abs": mean_absolute(projector_norm.weight),
+        "bias/mean_abs": mean_absolute(projector_norm.bias),
+    }
+    assert logged == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_size_of_the_gain_and_the_factor_of_compensation(tmp_path):
+    logged, projector_norm = projector_logs(tmp_path, norm="rms_norm")
+    gain = mean_absolute(projector_norm.weight)
+    expected = {
+        "gwc/factor": 1 / gain,
+        "gain/l2": root_of_squares(projector_norm.weight),
+        "gain/mean_abs": gain,
+    }
+    assert logged == pytest.approx(expected, rel=1e-5)
+
+
+def test_frozen_parts_have_no_entry(checkpoint, tmp_path):
+    trainer = train(
+        checkpoint,
+        tmp_path,
+        max_steps=1,
+        vision_learning_rate=0.0,
+        language_learning_rate=0.0,
+    )
+    logged = starting_with(train_logs(trainer)[0], "grad_norm/")
+    assert logged.keys() == {"grad_norm/projector", "grad_norm/gain", "grad_norm/bias"}
+
+
+def test_absent_images_have_no_entry(checkpoint, tmp_path):
+    trainer = train(
+        checkpoint,
+        tmp_path,
+        images=0,
+        max_steps=1,
+    )
+    logged = train_logs(trainer)[0]
+    assert "norm/visual" not in logged
+    assert logged["norm/text"] > 0
 
 
 def test_evaluation_does_not_count(checkpoint, tmp_path):
-    entries = []
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "held_out": training.rows(4)}
-    for options in ({}, evaluated):  # also in steps that are not logged
-        options |= dict(logging_steps=3, learning_rate=1e-4, max_grad_norm=3.23)
-        trainer = make_trainer(checkpoint, tmp_path, **options)
-        trainer.train()
-        entries.append([{k: v for k, v in entry.items() if "/" in k} for entry in logs(trainer)])
-    assert entries[0] == entries[1] and len(entries[0]) == 1
-    assert 0 < entries[0][0]["clip/share"] < 1
-
-
-def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
-    keys = set()
-    options = dict(held_out=training.rows(4), eval_strategy="steps", eval_steps=2)
-    options |= dict(vision_learning_rate=1e-3, max_grad_norm=1e-3, probe_steps=[2], probe_rows=1)
-    for use_peft in (False, True):
-        trainer = training.trainer(tmp_path, checkpoint, use_peft=use_peft, **options)
-        trainer.train()
-        keys |= {key for entry in trainer.state.log_history for key in entry}
-    assert keys == {
-        key.replace("PART", part) for key in documented("The log") for part in GRADIENT_PARTS
+    options = {
+        "logging_steps": 3,
+        "learning_rate": 1e-4,
+        "max_grad_norm": 3.23,
     }
+    without_evaluation = train(checkpoint, tmp_path, **options)
+    with_evaluation = train(
+        checkpoint,
+        tmp_path,
+        **options,
+        held_out=training.rows(4),
+        eval_strategy="steps",
+        eval_steps=1,  # also in steps that are not logged
+    )
+
+    def measured(trainer) -> dict:
+        (log_entry,) = train_logs(trainer)
+        return {key: log_entry[key] for key in log_entry if "/" in key}
+
+    assert measured(with_evaluation) == measured(without_evaluation)
+    assert 0 < measured(with_evaluation)["clip/share"] < 1
 
 
-def test_cosines_are_those_of_the_hidden_states():
+def test_all_keys_that_are_logged_are_documented_and_no_others(tmp_path, checkpoint):
+    logged_keys = set()
+    for use_peft in (False, True):
+        trainer = training.trainer(
+            tmp_path,
+            checkpoint,
+            use_peft=use_peft,
+            held_out=training.rows(4),
+            eval_strategy="steps",
+            eval_steps=2,
+            vision_learning_rate=1e-3,
+            max_grad_norm=1e-3,
+            probe_steps=[2],
+            probe_rows=1,
+        )
+        trainer.train()
+        for log_entry in trainer.state.log_history:
+            logged_keys.update(log_entry)
+    expected = set()
+    for key in documented("The log"):
+        for gradient_part in GRADIENT_PARTS:
+            expected.add(key.replace("PART", gradient_part))
+    assert logged_keys == expected
+
+
+def test_cosines_are_between_the_hidden_states_of_neighbouring_layers():
     model = tiny.model()
     batch = tiny.inputs(images=2, text=7, batch=3, seed=5)
     batch["attention_mask"][0, -3:] = 0
@@ -420,104 +656,156 @@ def test_cosines_are_those_of_the_hidden_states():
     model.model.language_model.norm = torch.nn.Identity()  # comes before the last state
     with torch.no_grad():
         output = model(**batch, output_hidden_states=True)
-    states = [state.double() for state in output.hidden_states]
-    image = batch["input_ids"] == tiny.IMAGE
-    attended = batch["attention_mask"].bool()
-    for kind, mask in {"visual": image, "text": attended & ~image}.items():
-        cosines = [torch.cosine_similarity(*pair, -1)[mask].mean() for pair in pairwise(states)]
-        assert measured[kind] == pytest.approx(torch.stack(cosines).tolist(), abs=1e-6)
+    visual_cosines = []
+    text_cosines = []
+    is_visual = batch["input_ids"] == tiny.IMAGE
+    is_text = batch["attention_mask"].bool() & ~is_visual
+    for hidden_state, next_state in pairwise(output.hidden_states):
+        cosines = torch.cosine_similarity(hidden_state.double(), next_state.double(), -1)
+        visual_cosines.append(cosines[is_visual].mean().item())
+        text_cosines.append(cosines[is_text].mean().item())
+    assert measured["visual"] == pytest.approx(visual_cosines, abs=1e-6)
+    assert measured["text"] == pytest.approx(text_cosines, abs=1e-6)
     assert measured["visual"] != pytest.approx(measured["text"], abs=1e-3)
 
 
-def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
-    args = training.settings(tmp_path)
+def test_of_a_batch_without_images_the_probe_measures_only_text(tmp_path):
+    settings = training.settings(tmp_path)
     model = tiny.model()
-    state = TrainerState(global_step=2)
+    trainer_state = TrainerState(global_step=2)
     batch = tiny.inputs(images=0, batch=2)
     for layer in model.model.language_model.layers:
         layer.self_attn.attention_dropout = 0.9
     expected = layer_cosines(model, batch)["text"]
-    probe = CosineProbe([0, 2], batch)
-    probe.on_train_begin(args, state, None, model=model.train())  # of a run that is resumed
-    assert not probe.collect() and not (tmp_path / DYNAMICS).exists()
-    state.global_step = 0
-    probe.on_train_begin(args, state, None, model=model)
-    (line,) = lines(tmp_path)
-    assert line["visual"] == [] and line["text"] == pytest.approx(expected)
-    assert probe.collect() == {"cosine/text": pytest.approx(sum(line["text"]) / 2)}
-    assert probe.collect() == {}  # it is logged once
-    state.is_world_process_zero = False
-    state.global_step = 2
-    probe.on_step_end(args, state, None, model=model)
-    assert lines(tmp_path) == [line]  # which the first process writes
+    cosine_probe = CosineProbe([0, 2], batch)
+
+    # In a run that is resumed.
+    cosine_probe.on_train_begin(settings, trainer_state, None, model=model.train())
+    assert not cosine_probe.collect()
+    assert not (tmp_path / DYNAMICS).exists()
+
+    trainer_state.global_step = 0
+    cosine_probe.on_train_begin(settings, trainer_state, None, model=model)
+    (probe_line,) = dynamics(tmp_path)
+    assert probe_line["visual"] == []
+    assert probe_line["text"] == pytest.approx(expected)
+    assert cosine_probe.collect() == {"cosine/text": pytest.approx(sum(probe_line["text"]) / 2)}
+    assert cosine_probe.collect() == {}  # it is logged once
+
+    trainer_state.is_world_process_zero = False
+    trainer_state.global_step = 2
+    cosine_probe.on_step_end(settings, trainer_state, None, model=model)
+    assert dynamics(tmp_path) == [probe_line]  # only the first process writes
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / DYNAMICS).read_text().splitlines()]
+def dynamics(folder) -> list[dict]:
+    """The lines that the probe wrote."""
+    probe_lines = (folder / DYNAMICS).read_text().splitlines()
+    return [json.loads(probe_line) for probe_line in probe_lines]
 
 
-@pytest.mark.parametrize("kwargs", [{"rank": 2, "gradient_checkpointing": True}, {"bf16": True}])
-def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
-    trainer = make_trainer(checkpoint, tmp_path, probe_steps=[0, 1, 3], probe_rows=2, **kwargs)
-    first = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
-    del first["labels"]
-    training.assert_equal(trainer.probe.batch, dict(first))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank": 2, "gradient_checkpointing": True},
+        {"bf16": True},
+    ],
+    ids=["adapters", "bf16"],
+)
+def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, options):
+    trainer = make_trainer(
+        checkpoint,
+        tmp_path,
+        probe_steps=[0, 1, 3],
+        probe_rows=2,
+        **options,
+    )
+    first_rows = [trainer.train_dataset[0], trainer.train_dataset[1]]
+    expected_batch = dict(trainer.data_collator(first_rows))
+    del expected_batch["labels"]
+    training.assert_equal(trainer.probe.batch, expected_batch)
     trainer.train()
-    written = lines(tmp_path)
-    assert [line["step"] for line in written] == [0, 1, 3]
-    assert all(len(line[kind]) == 2 for line in written for kind in ("visual", "text"))
-    states = {0: trainer.start, 3: trainer.model}
-    for line in (written[0], written[2]):
-        model = states[line["step"]].eval()
-        base_model(model).__dict__.pop("forward", None)  # TRL's is bound to the trained model
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="bf16" in kwargs):
-            expected = layer_cosines(base_model(model), trainer.probe.batch)
-        assert line["visual"] == pytest.approx(expected["visual"], abs=1e-6)
-        assert line["text"] == pytest.approx(expected["text"], abs=1e-6)
-    assert written[0]["text"] != written[2]["text"]
-    _, without, logged = logs(trainer)
-    assert not any(key.startswith("cosine/") for key in without)
-    for kind, values in expected.items():
-        assert logged[f"cosine/{kind}"] == pytest.approx(sum(values) / 2)
+
+    def expected_cosines(trained_model) -> dict[str, list[float]]:
+        model = base_model(trained_model.eval())
+        model.__dict__.pop("forward", None)  # TRL's is bound to the trained model
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="bf16" in options):
+            return layer_cosines(model, trainer.probe.batch)
+
+    probe_lines = dynamics(tmp_path)
+    assert [probe_line["step"] for probe_line in probe_lines] == [0, 1, 3]
+    for probe_line in probe_lines:
+        assert len(probe_line["visual"]) == 2
+        assert len(probe_line["text"]) == 2
+    before, _, after = probe_lines
+    assert before["text"] != after["text"]
+    first_cosines = expected_cosines(trainer.first_model)
+    assert before["visual"] == pytest.approx(first_cosines["visual"], abs=1e-6)
+    assert before["text"] == pytest.approx(first_cosines["text"], abs=1e-6)
+    last_cosines = expected_cosines(trainer.model)
+    assert after["visual"] == pytest.approx(last_cosines["visual"], abs=1e-6)
+    assert after["text"] == pytest.approx(last_cosines["text"], abs=1e-6)
+    _, second_entry, last_entry = train_logs(trainer)
+    assert starting_with(second_entry, "cosine/") == {}
+    assert last_entry["cosine/visual"] == pytest.approx(sum(last_cosines["visual"]) / 2)
+    assert last_entry["cosine/text"] == pytest.approx(sum(last_cosines["text"]) / 2)
 
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
-    padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    rows = list(training.rows(4))
-    args = training.settings(tmp_path, probe_rows=3, probe_steps=[1])
-    probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
-    expected = dict(padded(rows[:3]))
+    padding = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
+    parsed_rows = list(training.rows(4))
+    settings = training.settings(tmp_path, probe_rows=3, probe_steps=[1])
+    padding_free = replace(padding, padding_free=True)
+    cosine_probe = CosineProbe.of_rows(parsed_rows, padding_free, settings)
+    expected = dict(padding(parsed_rows[:3]))
     del expected["labels"]
-    training.assert_equal(probe.batch, expected)
-    args.probe_steps = None
-    of_another_collator = CosineProbe.of_rows(rows, lambda given: {"rows": given}, args)
-    assert of_another_collator.batch == {"rows": rows[:3]} and not of_another_collator.steps
+    training.assert_equal(cosine_probe.batch, expected)
+
+
+def test_the_probe_s_batch_can_be_of_another_collator(tmp_path):
+    parsed_rows = list(training.rows(4))
+    settings = training.settings(tmp_path, probe_rows=3, probe_steps=[1])
+    settings.probe_steps = None
+    cosine_probe = CosineProbe.of_rows(parsed_rows, lambda chosen: {"rows": chosen}, settings)
+    assert cosine_probe.batch == {"rows": parsed_rows[:3]}
+    assert not cosine_probe.steps
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
-    options = dict(probe_steps=[0, 2, 3], save_strategy="steps", save_steps=1)
+    options = {
+        "probe_steps": [0, 2, 3],
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     make_trainer(checkpoint, tmp_path, **options).train()
-    first = lines(tmp_path)
-    again = make_trainer(checkpoint, tmp_path, **options)
-    for step in (2, 3):  # beside which the run would not go on from the first one
-        shutil.rmtree(tmp_path / f"checkpoint-{step}")
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 3]
-    assert lines(tmp_path)[0] == first[0]
+    first_lines = dynamics(tmp_path)
+    resumed = make_trainer(checkpoint, tmp_path, **options)
+    # Beside them the run would not go on from the first one.
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed_lines = dynamics(tmp_path)
+    assert [probe_line["step"] for probe_line in resumed_lines] == [0, 2, 3]
+    assert resumed_lines[0] == first_lines[0]
 
 
 def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path):
-    runs = []
-    for probe_steps in (None, [0, 1, 2]):
+    def make(probe_steps) -> Watched:
         torch.manual_seed(0)  # for adapters
         trainer = make_trainer(checkpoint, tmp_path, rank=2, dropout=0.3, probe_steps=probe_steps)
         for layer in base_model(trainer.model).model.language_model.layers:
             layer.self_attn.attention_dropout = 0.3
-        if probe_steps is None:
-            trainer.remove_callback(trainer.measurements)
-        trainer.train()
-        runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))
+        return trainer
+
+    def losses(trainer) -> list[float]:
+        return [log_entry["loss"] for log_entry in train_logs(trainer)]
+
+    unwatched = make(probe_steps=None)
+    unwatched.remove_callback(unwatched.measurements)
+    unwatched.train()
+    assert not (tmp_path / DYNAMICS).exists()
+    watched = make(probe_steps=[0, 1, 2])
+    watched.train()
     assert (tmp_path / DYNAMICS).exists()
-    (plain, losses), (seen, same_losses) = runs
-    assert losses == same_losses
-    training.assert_equal(seen, plain)
+    assert losses(watched) == losses(unwatched)
+    training.assert_equal(watched.model.state_dict(), unwatched.model.state_dict())

@@ -29,7 +29,12 @@ COLOURS = ("red", "green", "blue", "white")
 MESSAGES = ["messages"]
 PAIR = ["prompt", "chosen", "rejected"]
 SHORT = {**training.SHORT, "per_device_train_batch_size": 4}
-ON_TINY = {**SHORT, "dtype": "float32", "save_strategy": "steps", "gradient_accumulation_steps": 1}
+SHORT_COMMAND = {
+    **SHORT,
+    "dtype": "float32",
+    "save_strategy": "steps",
+    "gradient_accumulation_steps": 1,
+}
 
 
 def image(number: int) -> Image.Image:
@@ -37,153 +42,240 @@ def image(number: int) -> Image.Image:
 
 
 def turn(role: str, text: str, images=()) -> list[dict]:
-    return [{"role": role, "content": [*images, {"type": "text", "text": text}]}]
+    content = [*images, {"type": "text", "text": text}]
+    return [{"role": role, "content": content}]
 
 
-def rows(*columns: str) -> Dataset:
+def train_rows(*columns: str) -> Dataset:
     """Eight rows with images and these columns."""
-    made = []
+    dataset_rows = []
     for number in range(8):
         question = turn("user", f"what is {number}?", [{"type": "image"}])
-        right = turn("assistant", COLOURS[number % 4])
-        wrong = turn("assistant", "no idea")
-        row = {"images": [image(number)], "prompt": question, "messages": question + right}
-        row |= {"completion": right, "chosen": right, "rejected": wrong, "label": number % 2 == 0}
-        made.append(row)
-    return Dataset.from_list(made).select_columns(["images", *columns])
+        right_answer = turn("assistant", COLOURS[number % 4])
+        dataset_rows.append(
+            {
+                "images": [image(number)],
+                "prompt": question,
+                "messages": question + right_answer,
+                "completion": right_answer,
+                "chosen": right_answer,
+                "rejected": turn("assistant", "no idea"),
+                "label": number % 2 == 0,
+            }
+        )
+    return Dataset.from_list(dataset_rows).select_columns(["images", *columns])
 
 
-def length(completions, **kwargs):
+def length_rewards(completions, **keywords):
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
-SAMPLED = dict(num_generations=4, max_completion_length=8)
-TRAINERS = {
-    "SFT": (MESSAGES, dict(max_length=None, assistant_only_loss=True), {}),
-    "DPO": (PAIR, dict(max_length=None), {}),
-    "KTO": (["prompt", "completion", "label"], dict(max_length=None), {}),
-    "GRPO": (["prompt"], SAMPLED, dict(reward_funcs=length)),
-    "RLOO": (["prompt"], SAMPLED, dict(reward_funcs=length)),
+COLUMNS = {
+    "SFT": MESSAGES,
+    "DPO": PAIR,
+    "KTO": ["prompt", "completion", "label"],
+    "GRPO": ["prompt"],
+    "RLOO": ["prompt"],
 }
-NIGHTLY = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("KTO", "RLOO")]
+CONFIG_OPTIONS = {
+    "SFT": {"max_length": None, "assistant_only_loss": True},
+    "DPO": {"max_length": None},
+    "KTO": {"max_length": None},
+    "GRPO": {"num_generations": 4, "max_completion_length": 8},
+    "RLOO": {"num_generations": 4, "max_completion_length": 8},
+}
+all_trainers = pytest.mark.parametrize(
+    "kind",
+    [
+        "SFT",
+        "DPO",
+        "GRPO",
+        pytest.param("KTO", marks=pytest.mark.nightly),
+        pytest.param("RLOO", marks=pytest.mark.nightly),
+    ],
+)
 
 
-def make(kind: str, model, folder, **others):
+def make_trainer(kind: str, model, folder, **arguments):
     """TRL's trainer of a kind on tiny data."""
-    columns, options, more = TRAINERS[kind]
-    args = getattr(trl, f"{kind}Config")(str(folder), **SHORT, **options)
-    data = rows(*columns)
-    return getattr(trl, f"{kind}Trainer")(model, args=args, train_dataset=data, **more, **others)
+    config_class = getattr(trl, f"{kind}Config")
+    trainer_class = getattr(trl, f"{kind}Trainer")
+    if kind in ("GRPO", "RLOO"):
+        arguments["reward_funcs"] = length_rewards
+    return trainer_class(
+        model,
+        args=config_class(str(folder), **SHORT, **CONFIG_OPTIONS[kind]),
+        train_dataset=train_rows(*COLUMNS[kind]),
+        **arguments,
+    )
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO", *NIGHTLY])
+@all_trainers
 def test_each_trainer_trains_every_module(tmp_path, checkpoint, kind):
-    trainer = make(kind, str(checkpoint), tmp_path)
+    trainer = make_trainer(kind, str(checkpoint), tmp_path)
     before = weights(trainer.model)
     trainer.train()
-    names = moved(before, trainer.model)
-    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
-    assert {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")} <= names
+    moved_names = moved(before, trainer.model)
+    modules = {module_of(parameter_name) for parameter_name in moved_names}
+    assert modules == {"vision", "projector", "norm", "language"}
+    assert "model.multi_modal_projector.norm.weight" in moved_names
+    assert "model.multi_modal_projector.norm.bias" in moved_names
     if kind == "DPO":
-        assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        first_loss = trainer.state.log_history[0]["loss"]
+        assert first_loss == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO", *NIGHTLY])
+def load_model(folder, **options):
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(folder, **options)
+
+
+def stock_llava(model):
+    """transformers' own LLaVA with the weights of a model."""
+    values = model.config.to_dict()
+    known_keys = LlavaConfig().to_dict().keys() - {"model_type"}
+    known_values = {key: values[key] for key in known_keys}
+    stock_model = LlavaForConditionalGeneration(LlavaConfig(**known_values))
+    stock_model.load_state_dict(model.state_dict())
+    stock_model.generation_config = model.generation_config
+    return stock_model
+
+
+@all_trainers
 def test_without_the_norm_each_trainer_ends_as_stock_llava(tmp_path, kind):
-    folder = training.checkpoint(tmp_path, arm="none")
-    load = NormAlignLlavaForConditionalGeneration.from_pretrained
-    ours, reference = (load(folder, dtype="float32") for _ in range(2))
-    config = ours.config.to_dict()
-    known = LlavaConfig().to_dict().keys() - {"model_type"}
-    stock = LlavaForConditionalGeneration(LlavaConfig(**{key: config[key] for key in known}))
-    start = weights(ours)
-    stock.load_state_dict(ours.state_dict())
-    stock.generation_config = ours.generation_config
-    others = {"ref_model": reference} if kind in ("DPO", "KTO") else {}
-    others["processing_class"] = AutoProcessor.from_pretrained(folder)
-    for model in (ours, stock):
-        make(kind, model, tmp_path / "out", **others).train()
-    assert moved(start, ours)
-    assert_equal(weights(ours), weights(stock))
+    checkpoint = training.checkpoint(tmp_path, arm="none")
+    model = load_model(checkpoint, dtype="float32")
+    reference_model = load_model(checkpoint, dtype="float32")
+    stock_model = stock_llava(model)
+    before = weights(model)
+    arguments = {"processing_class": AutoProcessor.from_pretrained(checkpoint)}
+    if kind in ("DPO", "KTO"):
+        arguments["ref_model"] = reference_model
+    make_trainer(kind, model, tmp_path / "out", **arguments).train()
+    make_trainer(kind, stock_model, tmp_path / "out", **arguments).train()
+    assert moved(before, model)
+    assert_equal(weights(model), weights(stock_model))
 
 
 def blocks(language: str) -> list[str]:
+    """The blocks of code in a language on the page."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.S)
 
 
-def test_the_page_s_first_example_runs_as_printed(tmp_path, checkpoint, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my-model").symlink_to(checkpoint)
-    image(0).save("kite.png")
-    example = blocks("python")[0]
-    assert len(example.splitlines()) <= 15
-    exec(compile(example, "docs/trl.md", "exec"), {})
-    merge_adapter("my-model-lora", "merged")
-    assert changed("merged", checkpoint) == {"projector", "norm", "language"}
-    assert "my-model" in (tmp_path / "my-model-lora" / "README.md").read_text()
-
-
-def test_the_page_s_collator_makes_a_batch_as_printed(tmp_path, checkpoint, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my-model").symlink_to(checkpoint)
-    image(0).save("kite.png")
-    (example,) = (block for block in blocks("python") if "ConversationCollator(" in block)
+def run_example(example: str) -> dict:
+    """The names that an example of the page leaves."""
     names = {}
     exec(compile(example, "docs/trl.md", "exec"), names)
+    return names
+
+
+def changed_modules(checkpoint, base) -> set[str]:
+    """The modules whose weights differ from the base's."""
+    tensors = load_model(checkpoint).state_dict()
+    base_tensors = load_model(base).state_dict()
+    modules = set()
+    for parameter_name, tensor in tensors.items():
+        if not torch.equal(tensor, base_tensors[parameter_name]):
+            modules.add(module_of(parameter_name))
+    return modules
+
+
+@pytest.fixture
+def page_folder(tmp_path, checkpoint, monkeypatch):
+    """A working directory with `my-model`, where the adapters' bases are looked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").symlink_to(checkpoint)
+    image(0).save("kite.png")
+    return tmp_path
+
+
+def test_the_page_s_first_example_runs_as_printed(page_folder, checkpoint):
+    example = blocks("python")[0]
+    assert len(example.splitlines()) <= 15
+    run_example(example)
+    merge_adapter("my-model-lora", "merged")
+    assert changed_modules("merged", checkpoint) == {"projector", "norm", "language"}
+    card = (page_folder / "my-model-lora" / "README.md").read_text()
+    assert "my-model" in card
+
+
+@pytest.mark.usefixtures("page_folder")
+def test_the_page_s_collator_makes_a_batch_as_printed():
+    examples = [block for block in blocks("python") if "ConversationCollator(" in block]
+    assert len(examples) == 1
+    names = run_example(examples[0])
     batch = names["batch"]
     assert batch.keys() == {"input_ids", "attention_mask", "labels", "pixel_values"}
     labels = batch["labels"][1]
-    assert names["processor"].decode(labels[labels >= 0]) == "A red kite.<|im_end|>"
+    learned_text = names["processor"].decode(labels[labels >= 0])
+    assert learned_text == "A red kite.<|im_end|>"
     assert batch["pixel_values"].shape[0] == 2
 
 
-def changed(folder, base) -> set[str]:
-    """The modules that are not those of the base."""
-    load = NormAlignLlavaForConditionalGeneration.from_pretrained
-    ours = load(folder).state_dict()
-    theirs = load(base).state_dict()
-    return {module_of(name) for name, value in ours.items() if not torch.equal(value, theirs[name])}
-
-
-def run(name: str, *options: str) -> None:
+def run_command(name: str, *options: str) -> None:
     """Runs the page's command with a name in a process of its own, with an empty HF_HOME."""
-    first, *words = next(block for block in blocks("bash") if name in block).split()
-    program = ["-m", "trl.cli.main"] if first == "trl" else [str(ROOT / words[1])]
-    words = words if first == "trl" else words[2:]
-    environment = {**os.environ, "HF_HOME": str(Path("home").absolute()), "CI": "1"}
-    tiny = [f"--{option}={value}" for option, value in ON_TINY.items()]
-    command = [sys.executable, *program, *words, *tiny, *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    commands = [block for block in blocks("bash") if name in block]
+    first_word, *words = commands[0].split()
+    if first_word == "trl":
+        program = ["-m", "trl.cli.main"]
+    else:
+        program = [str(ROOT / words[1])]
+        words = words[2:]
+    short_options = [f"--{option}={value}" for option, value in SHORT_COMMAND.items()]
+    done = subprocess.run(
+        [sys.executable, *program, *words, *short_options, *options],
+        env={**os.environ, "HF_HOME": str(Path("home").absolute()), "CI": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def first_log(folder: str) -> dict:
-    state = max(Path(folder).glob("checkpoint-*/trainer_state.json"))
-    return json.loads(state.read_text())["log_history"][0]
+    state_path = max(Path(folder).glob("checkpoint-*/trainer_state.json"))
+    return json.loads(state_path.read_text())["log_history"][0]
+
+
+def write_page_data() -> None:
+    """The data sets that the page names."""
+    questions = Dataset.from_dict(
+        {
+            "image": [image(number) for number in range(8)],
+            "question": [f"what is {number}?" for number in range(8)],
+            "answer": [*COLOURS, *COLOURS],
+        }
+    )
+    datasets = {
+        "my-data": train_rows(*MESSAGES),
+        "my-pairs": train_rows(*PAIR),
+        "my-questions": questions,
+    }
+    for name, dataset in datasets.items():
+        Path(name).mkdir()
+        dataset.to_parquet(f"{name}/train.parquet")
 
 
 @pytest.mark.nightly
-def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkpoint, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where the adapters' bases are looked for
-    (tmp_path / "my-model").symlink_to(checkpoint)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    answers = {"question": [f"what is {i}?" for i in range(8)], "answer": [*COLOURS, *COLOURS]}
-    vqa = Dataset.from_dict({"image": [image(i) for i in range(8)], **answers})
-    data = {"my-data": rows(*MESSAGES), "my-pairs": rows(*PAIR), "my-questions": vqa}
-    for name, questions in data.items():
-        Path(name).mkdir()
-        questions.to_parquet(f"{name}/train.parquet")
-    run("examples/dpo.yaml")
-    assert first_log("my-model-dpo")["loss"] == pytest.approx(math.log(2), abs=1e-4)  # 4 digits
-    run("examples/grpo.py", "--num_generations=4", "--max_completion_length=8")
-    logged = first_log("my-model-grpo")
-    assert {"rewards/correct/mean", "rewards/short/mean"} <= logged.keys()
-    assert logged["reward_std"] > 0
-    for name in ("my-model-dpo", "my-model-grpo"):
-        merge_adapter(name, f"{name}-merged", base_quantization="none")
-        assert changed(f"{name}-merged", checkpoint) == {"projector", "norm", "language"}, name
-    run("trl sft", "--output_dir=sft")
-    assert changed("sft", checkpoint) == {"vision", "projector", "norm", "language"}
+def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(page_folder, checkpoint):
+    (page_folder / "examples").symlink_to(ROOT / "examples")
+    write_page_data()
+    run_command("examples/dpo.yaml")
+    first_loss = first_log("my-model-dpo")["loss"]
+    assert first_loss == pytest.approx(math.log(2), abs=1e-4)  # 4 digits
+
+    run_command("examples/grpo.py", "--num_generations=4", "--max_completion_length=8")
+    first_values = first_log("my-model-grpo")
+    assert "rewards/correct/mean" in first_values
+    assert "rewards/short/mean" in first_values
+    assert first_values["reward_std"] > 0
+
+    for adapter in ("my-model-dpo", "my-model-grpo"):
+        merged = f"{adapter}-merged"
+        merge_adapter(adapter, merged, base_quantization="none")
+        assert changed_modules(merged, checkpoint) == {"projector", "norm", "language"}, adapter
+
+    run_command("trl sft", "--output_dir=sft")
+    assert changed_modules("sft", checkpoint) == {"vision", "projector", "norm", "language"}
+
     assert "normalign merge my-model-dpo --output my-model-merged --base-quantization none" in PAGE
     command = [sys.executable, "-c", blocks("python")[2]]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -28,13 +28,18 @@ class CosineProbe(TrainerCallback):
     A line of `dynamics.jsonl` is `{"step": 0, "visual": [...], "text": [...]}`: for every layer the
     mean over image tokens, and over the other attended tokens. The last layer's output is taken
     before the final norm. A list is empty if the batch has no such tokens. Step 0 is before
-    training. Lines of this step or later ones, from before a run was resumed, are dropped. A run is
-    the same with and without the probe. `batch` is the same on every process.
+    training. Lines of this step or later ones, from before a run was resumed, are dropped. The
+    probe does not change the run.
+
+    Args:
+        steps: The steps to record.
+        batch: A batch, the same in every process. Its labels are ignored.
     """
 
     def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
         self.steps = frozenset(steps)
-        self.batch = {name: value for name, value in batch.items() if name != "labels"}
+        self.batch = dict(batch)
+        self.batch.pop("labels", None)
         self._means: dict[str, float] = {}
 
     @classmethod
@@ -60,15 +65,15 @@ class CosineProbe(TrainerCallback):
         """Measures every layer, and writes the line of this step."""
         if state.global_step not in self.steps:
             return
-        batch = {name: value.to(args.device) for name, value in self.batch.items()}
+        batch = {name: tensor.to(args.device) for name, tensor in self.batch.items()}
         with evaluating(model, args):
-            curves = layer_cosines(model, batch)
+            cosines = layer_cosines(model, batch)
         self._means = {}
-        for kind, curve in curves.items():
-            if curve:
-                self._means[f"cosine/{kind}"] = sum(curve) / len(curve)
+        for kind, layer_means in cosines.items():
+            if layer_means:
+                self._means[f"cosine/{kind}"] = sum(layer_means) / len(layer_means)
         if state.is_world_process_zero:
-            write_step(Path(args.output_dir) / DYNAMICS, state.global_step, [curves])
+            write_step(Path(args.output_dir) / DYNAMICS, state.global_step, [cosines])
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -81,13 +86,12 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
     image_token = unwrapped.config.image_token_id
     positions = token_positions(input_ids, batch.get("attention_mask"), image_token)
     nowhere = torch.zeros_like(input_ids, dtype=torch.bool)
-    masks = torch.stack([positions.get(kind, nowhere).flatten() for kind in KINDS])
-    probe = DepthProbe(decoder_layers(unwrapped.model.language_model))
-    with torch.no_grad(), probe.watching(lambda: masks):
+    token_masks = torch.stack([positions.get(kind, nowhere).flatten() for kind in KINDS])
+    depth_probe = DepthProbe(decoder_layers(unwrapped.model.language_model))
+    with torch.no_grad(), depth_probe.watching(lambda: token_masks):
         model(**batch, use_cache=False, logits_to_keep=1)
-    measured = probe.result().cosine
     cosines: dict[str, list[float]] = {"visual": [], "text": []}
-    for kind in cosines:
-        if kind in measured:
-            cosines[kind] = measured[kind].mean
+    curves = depth_probe.result().cosine
+    for kind in cosines.keys() & curves.keys():
+        cosines[kind] = curves[kind].mean
     return cosines

@@ -30,21 +30,21 @@ MAX_CONSECUTIVE_SKIPS = 10
 
 
 class FiniteCheck(TrainerCallback):
-    """Checks that loss and gradients of a step are finite; only if not, finds the first bad module.
+    """Checks that loss and gradients of a step are finite. If not, finds the first bad module.
 
     Bad values are counted on their device. Once in an optimizer step, the counts are summed over
     all processes, so that either all of them stop or none does. Reading the sums waits for the
     device. With fp16, infinite gradients are normal now and then: the gradient scaler, or
-    DeepSpeed, skips such a step and lowers its scale. There only the loss counts, until the scale
-    is below 1.
+    DeepSpeed, skips such a step and lowers its scale. Then only the loss is checked, until the
+    scale is below 1.
 
-    A step without any label, as all its rows were skipped, has zero gradients. It is not taken
-    either: an optimizer would still decay weights and follow its momentum.
+    If all rows of a step were skipped, it has no labels, and zero gradients. It is not taken
+    either, because an optimizer would still decay weights and follow its momentum.
     """
 
     def __init__(self, args: RunConfig):
         self.args = args
-        # Of this step: losses that are not finite, gradient norms that are not, and labels.
+        # Counts of this step: losses that are not finite, such gradient norms, and labels.
         self._counts = torch.zeros(3, dtype=torch.int32, device=args.device)
         self._batches: list[Mapping[str, Any]] = []  # of this step
         self._step = 0
@@ -52,6 +52,7 @@ class FiniteCheck(TrainerCallback):
         self._in_training = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Raises FloatingPointError if weights are not finite."""
         damaged = weights_not_finite(model)
         if damaged:
             raise FloatingPointError(f"{damaged[0]} is not finite. Train another checkpoint.")
@@ -69,7 +70,7 @@ class FiniteCheck(TrainerCallback):
         self._batches = []
 
     def check_loss(self, loss: Tensor, batch: Mapping[str, Any]) -> None:
-        """Counts the loss of a batch if it is bad. The batch is kept until the step is taken."""
+        """Counts the loss of a batch if it is bad. Keeps the batch until the step is taken."""
         if not self._in_training:
             return  # an estimate of memory, or a user's call
         device = self._counts.device
@@ -86,8 +87,10 @@ class FiniteCheck(TrainerCallback):
     ) -> bool:
         """Returns whether the optimizer may take this step. All processes must call it together.
 
+        If it may not, a warning says so.
+
         Args:
-            model: The model, in which the first bad module is looked for.
+            model: The model. If the step is bad, its first bad module is looked for.
             total_norm: The norm of all gradients, if it is known.
             scaler: The gradient scaler of fp16, if there is one.
 
@@ -102,24 +105,20 @@ class FiniteCheck(TrainerCallback):
         self._batches = []  # before the next ones are read
         if not bad_losses and not bad_norms:
             self._consecutive_skips = 0
-            return self._has_labels(labels)
+            if not labels:
+                logger.warning(f"Step {self._step} has no labels, and is passed over.")
+            # DeepSpeed takes every step.
+            return labels > 0 or AcceleratorState().distributed_type == DistributedType.DEEPSPEED
         if self.args.fp16 and not bad_losses and (scaler is None or scaler.get_scale() >= 1):
             return True
         place = self._first_bad_output(model, batches)
         if not place:
             place = "the loss" if bad_losses else "the gradients, with finite outputs"
-        self._skip_or_stop(place)
+        self._require_skippable(place)
         return False
 
-    def _has_labels(self, labels: int) -> bool:
-        """Returns whether to take a finite step with so many labels; DeepSpeed takes every step."""
-        if labels:
-            return True
-        logger.warning(f"Step {self._step} has no labels, and is passed over.")
-        return AcceleratorState().distributed_type == DistributedType.DEEPSPEED
-
-    def _skip_or_stop(self, place: str) -> None:
-        """Warns that a bad step is skipped, or raises FloatingPointError if it may not be."""
+    def _require_skippable(self, place: str) -> None:
+        """Warns that a bad step is skipped. Raises FloatingPointError if it may not be skipped."""
         problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._consecutive_skips += 1
         may_skip = self._consecutive_skips < MAX_CONSECUTIVE_SKIPS
@@ -132,7 +131,10 @@ class FiniteCheck(TrainerCallback):
         )
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks weights before they are saved. All processes must call it if they are sharded."""
+        """Raises FloatingPointError if weights that would be saved are not finite.
+
+        If they are sharded, all processes must call this together.
+        """
         damaged = weights_not_finite(model)
         if damaged:
             raise FloatingPointError(
@@ -144,9 +146,9 @@ class FiniteCheck(TrainerCallback):
         """Runs the step's batches once more, and names the first output that is not finite."""
         bad_outputs: list[str] = []
 
-        def note_first(name: str, outputs: list[Tensor]) -> None:
+        def note_first(module_name: str, outputs: list[Tensor]) -> None:
             if not bad_outputs and not all(output.isfinite().all() for output in outputs):
-                bad_outputs.append(f"the output of {name}")
+                bad_outputs.append(f"the output of {module_name}")
 
         try:
             with evaluating(model, self.args), watching_outputs(model, note_first):

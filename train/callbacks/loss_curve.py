@@ -25,7 +25,7 @@ FEWEST = 3
 
 
 class LossCurve(TrainerCallback):
-    """Draws `loss.png` at saves and at the end, of all steps, those before a resumption too.
+    """Draws `loss.png` at saves and at the end. It has the steps before a resumption too.
 
     A curve of fewer than `FEWEST` points is not drawn.
     """
@@ -41,19 +41,19 @@ class LossCurve(TrainerCallback):
         self._draw(args, state)
 
     def _draw(self, args, state) -> None:
-        """Draws the picture in the first process, if a curve is long enough."""
+        """Writes the picture in the first process, if a curve is long enough."""
         if not state.is_world_process_zero:
             return
         curves = loss_curves(state.log_history)
         if all(len(points) < FEWEST for points in curves.values()):
             return
         self._drawn_at = time.monotonic()
-        file = Path(args.output_dir) / LOSS_CURVE
+        picture = Path(args.output_dir) / LOSS_CURVE
         try:
-            with atomic_write(file) as partial:
+            with atomic_write(picture) as partial:
                 draw_losses(curves, partial, best=state.best_global_step)
         except OSError as error:  # the model that is saved next matters more
-            logger.warning(f"{file} was not drawn: {error}")
+            logger.warning(f"{picture} was not drawn: {error}")
 
 
 def loss_curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -70,7 +70,7 @@ def loss_curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[i
 def draw_losses(
     curves: dict[str, list[tuple[int, float]]], file: Path, best: int | None = None
 ) -> None:
-    """Draws curves of [`loss_curves`] as a PNG; a vertical line marks the best step."""
+    """Draws curves of [`loss_curves`] as a PNG. A vertical line marks the best step."""
     from matplotlib.figure import Figure  # late: it takes half a second
     from matplotlib.ticker import MaxNLocator
 
@@ -82,21 +82,15 @@ def draw_losses(
             marker = "." if len(points) < 50 else ""
             axes.plot(steps, losses, marker=marker, linewidth=1, color="0.55", label="training")
         else:
-            axes.plot(steps, losses, marker="o", linewidth=1.8, label=_held_out_label(loss_name))
+            # Several data sets have their names in the names of their losses.
+            data_name = loss_name.removeprefix("eval_").removesuffix("loss").rstrip("_")
+            label = f"held out: {data_name}" if data_name else "held out"
+            axes.plot(steps, losses, marker="o", linewidth=1.8, label=label)
     if best:
         axes.axvline(best, color="0.8", linestyle="--", linewidth=1, zorder=0, label="best step")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set(xlabel="step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(file, format="png", dpi=150)
-
-
-def _held_out_label(loss_name: str) -> str:
-    """Returns the label of a held-out loss, with the data set's name if there are several."""
-    data_name = loss_name.removeprefix("eval_").removesuffix("loss").rstrip("_")
-    if data_name:
-        return f"held out: {data_name}"
-    return "held out"

@@ -17,14 +17,14 @@ from ..settings import RunConfig
 
 
 GRADIENT_PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
-"""Parts whose gradients are measured. The norm's gain and bias are apart from the projector."""
+"""Parts whose gradients are measured. The norm's gain and bias do not count as the projector."""
 
 
 class Measurements(TrainerCallback):
-    """Measures the modules at the steps that are logged; at others it costs next to nothing.
+    """Measures the modules at the steps that are logged. Other steps cost next to nothing.
 
     docs/options.md lists what is logged, over all micro-batches and processes of the step. Frozen
-    parts have no entry. DeepSpeed hides gradients. `logging_strategy="epoch"` has no such steps.
+    parts have no entry. DeepSpeed hides gradients. `logging_strategy="epoch"` measures nothing.
     """
 
     def __init__(self, args: RunConfig):
@@ -33,14 +33,18 @@ class Measurements(TrainerCallback):
         self._measuring = False
         # The inputs of the forward pass, until the norms of its tokens are measured.
         self._inputs: dict[str, Any] = {}
-        self._clip_divisor: Tensor | float = 1.0  # by which clipping divides this step's gradients
+        self._clip_divisor: Tensor | float = 1.0  # clipping divides this step's gradients by it
         self._clipped_steps: Tensor | int = 0  # since the last log
         self._known_steps = 0  # since the last log: steps with a known gradient norm
         self._gradient_norms: dict[str, Tensor] = {}
         self._token_norms: dict[str, Tensor] = {}  # by key: the sum of norms, and their number
 
     def after_clip(self, total_norm: Tensor | float | None) -> None:
-        """Takes the norm of all gradients before clipping, on its device; DeepSpeed's is None."""
+        """Counts whether a step was clipped.
+
+        Args:
+            total_norm: The norm of all gradients before clipping, or None under DeepSpeed.
+        """
         if total_norm is None or not self.max_grad_norm:
             return
         divisor = (whole_norm(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
@@ -49,28 +53,28 @@ class Measurements(TrainerCallback):
         self._known_steps += 1
 
     def collect(self) -> dict[str, float]:
-        """Returns the measurements of a logged step; an empty dictionary for any other step.
+        """Returns the measurements of a logged step, or an empty dictionary for any other step.
 
         All processes must call this together.
         """
         if not self._measuring:
             return {}
         self._measuring = False
-        measured = {}
-        for name, tensor in (norm_values(self._model) | self._gradient_norms).items():
-            measured[name] = tensor.item()
-        for name, (norm_sum, count) in reduce(self._token_norms, "sum").items():
+        measurements = {}
+        for key, tensor in (norm_values(self._model) | self._gradient_norms).items():
+            measurements[key] = tensor.item()
+        for key, (norm_sum, count) in reduce(self._token_norms, "sum").items():
             if count:
-                measured[name] = (norm_sum / count).item()
+                measurements[key] = (norm_sum / count).item()
         if self._known_steps:
-            measured["clip/share"] = int(self._clipped_steps) / self._known_steps
+            measurements["clip/share"] = int(self._clipped_steps) / self._known_steps
         self._forget_clipping()
-        return measured
+        return measurements
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = base_model(model)
         self._forget_clipping()
-        state.compute_steps(args, state.max_steps)  # a resumed state has those of earlier options
+        state.compute_steps(args, state.max_steps)  # a resumed state has earlier options' steps
 
     def _forget_clipping(self) -> None:
         self._clipped_steps = 0
@@ -78,9 +82,9 @@ class Measurements(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Registers the hooks that measure tokens, if the step will be logged."""
-        step = state.global_step + 1
-        is_logged = args.logging_strategy == "steps" and step % state.logging_steps == 0
-        is_logged_first = step == 1 and args.logging_first_step
+        next_step = state.global_step + 1
+        is_logged = args.logging_strategy == "steps" and next_step % state.logging_steps == 0
+        is_logged_first = next_step == 1 and args.logging_first_step
         self._measuring = is_logged or is_logged_first
         if not self._measuring:
             return
@@ -104,8 +108,11 @@ class Measurements(TrainerCallback):
             if parameter.grad is None:
                 continue
             norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
-            part_norms = norms_of_parts.setdefault(_gradient_part(parameter_name), [])
-            part_norms.append(whole_norm(norm).to(args.device))
+            part = module_of(parameter_name)
+            part = {"vision": "vision_tower", "language": "language_model"}.get(part, part)
+            if part == "norm":
+                part = "gain" if parameter_name.endswith("weight") else "bias"
+            norms_of_parts.setdefault(part, []).append(whole_norm(norm).to(args.device))
         # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
         for part, part_norms in norms_of_parts.items():
             clipped_norm = torch.stack(part_norms).norm()
@@ -151,15 +158,6 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
         if norm.compensate:
             values["gwc/factor"] = 1 / gain_magnitude(gain, norm.gain_floor)
     return values
-
-
-def _gradient_part(parameter_name: str) -> str:
-    """Returns which of `GRADIENT_PARTS` a parameter belongs to."""
-    module = module_of(parameter_name)
-    if module == "norm":
-        return "gain" if parameter_name.endswith("weight") else "bias"
-    full_names = {"vision": "vision_tower", "language": "language_model"}
-    return full_names.get(module, module)
 
 
 def whole_norm(norm: Any) -> Any:

@@ -19,21 +19,21 @@ class PackedAttentionCheck(TrainerCallback):
     """
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Compares a short row alone with the same row behind two others."""
+        """Raises ValueError if a row's logits depend on the rows before it."""
         first, second, last = torch.tensor(ROWS, device=args.device)
         with evaluating(model, args):
-            alone = last_logits(model, [last])
-            behind = last_logits(model, [first, last])
-            behind_another = last_logits(model, [second, last])
-        # Rounding depends on shapes of products, which other rows change in a mixture of experts.
-        by_place = (behind - alone).norm() / alone.norm()
-        by_others = (behind - behind_another).norm() / alone.norm()
+            without_others = last_logits(model, [last])
+            behind_first = last_logits(model, [first, last])
+            behind_second = last_logits(model, [second, last])
+        # Rounding depends on shapes of products. Other rows change them in a mixture of experts.
+        place_change = (behind_first - without_others).norm() / without_others.norm()
+        rows_change = (behind_first - behind_second).norm() / without_others.norm()
         most_by_place = 1e-3
-        most_by_others = 1e-5
+        most_by_rows = 1e-5
         if args.bf16 or args.fp16:
             most_by_place = 0.05
-            most_by_others = 0.01
-        if by_place > most_by_place or by_others > most_by_others:
+            most_by_rows = 0.01
+        if place_change > most_by_place or rows_change > most_by_rows:
             kind = model.config.get_text_config().model_type
             raise ValueError(f"padding_free would mix rows in a {kind}. Leave it out.")
 

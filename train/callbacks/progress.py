@@ -22,12 +22,15 @@ LOG_COLUMNS = {
 
 
 def show_lines(trainer: Trainer) -> None:
-    """Has a trainer print lines of what it logs, and bars on a terminal; a notebook has a table."""
-    bars = trainer.pop_callback(ProgressCallback)
+    """Has a trainer print lines of what it logs, and bars on a terminal.
+
+    A notebook keeps its table.
+    """
+    progress_bars = trainer.pop_callback(ProgressCallback)
     printer = trainer.pop_callback(PrinterCallback)
-    if bars and sys.stderr.isatty():
+    if progress_bars and sys.stderr.isatty():
         trainer.add_callback(Bars)
-    if bars or printer:
+    if progress_bars or printer:
         trainer.add_callback(ProgressLines)
 
 
@@ -38,7 +41,10 @@ class Bars(ProgressCallback):
 
 
 class ProgressLines(TrainerCallback):
-    """Prints a line, 80 columns at most, for a logged step or held-out loss; `-`: not measured."""
+    """Prints a line of at most 80 columns for a logged step or held-out loss.
+
+    What was not measured is `-`.
+    """
 
     def __init__(self):
         # Evaluation and `Trainer.log` may come before training.
@@ -58,46 +64,40 @@ class ProgressLines(TrainerCallback):
             self._started_at = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Prints a logged step, held-out losses, or the steps and the time of the whole run."""
+        step = f"{state.global_step}/{state.max_steps}"
         if "loss" in logs:
-            self._print_step(state, logs)
+            cells = []
+            for key, width, number_format in LOG_COLUMNS.values():
+                figure = "-"
+                if key in logs:
+                    figure = format(logs[key], number_format)
+                cells.append(f"{figure:>{width}}")
+            _print_cells(state, step, *cells, f"{self._time_left(state):>9}")
             self._explain_clipping(args, state, logs)
         elif "train_runtime" in logs:
-            self._print_end(state, logs)
+            steps_taken = state.global_step - self._first_step
+            duration = timedelta(seconds=round(logs["train_runtime"]))
+            result = ": the run was complete"
+            if steps_taken:
+                result = f", mean loss {logs['train_loss']:.4g}"
+            _print_cells(state, f"{steps_taken:,} steps in {duration}{result}")
         else:
             for key, value in logs.items():
                 if key.endswith("_loss"):
-                    _print_cells(state, _step_cell(state), f"{key} {value:.4g}")
-
-    def _print_step(self, state, logs: Mapping[str, float]) -> None:
-        """Prints a logged step as a row of the table."""
-        cells = []
-        for key, width, number_format in LOG_COLUMNS.values():
-            figure = "-"
-            if key in logs:
-                figure = format(logs[key], number_format)
-            cells.append(f"{figure:>{width}}")
-        _print_cells(state, _step_cell(state), *cells, f"{self._time_left(state):>9}")
-
-    def _print_end(self, state, logs: Mapping[str, float]) -> None:
-        """Prints how many steps the run took, in what time, and their mean loss."""
-        steps = state.global_step - self._first_step
-        duration = timedelta(seconds=round(logs["train_runtime"]))
-        result = ": the run was complete"
-        if steps:
-            result = f", mean loss {logs['train_loss']:.4g}"
-        _print_cells(state, f"{steps:,} steps in {duration}{result}")
+                    _print_cells(state, step, f"{key} {value:.4g}")
 
     def _time_left(self, state) -> str:
         """Returns the time that the remaining steps need at the mean pace of this run."""
-        steps = state.global_step - self._first_step
-        if steps < 1 or self._started_at is None:
+        steps_taken = state.global_step - self._first_step
+        if steps_taken < 1 or self._started_at is None:
             return "-"
-        seconds_per_step = (time.perf_counter() - self._started_at) / steps
-        seconds = seconds_per_step * (state.max_steps - state.global_step)
-        return str(timedelta(seconds=round(seconds)))
+        seconds_per_step = (time.perf_counter() - self._started_at) / steps_taken
+        seconds_left = seconds_per_step * (state.max_steps - state.global_step)
+        return str(timedelta(seconds=round(seconds_left)))
 
     def _explain_clipping(self, args, state, logs: Mapping[str, float]) -> None:
-        """Says once why steps are clipped with GWC: its factor is in the gradient that is shown."""
+        """Explains once why steps are clipped with GWC: the gradient contains its factor."""
         factor = logs.get("gwc/factor", 1.0)
         clipped = logs.get("clip/share", 0.0)
         if self._explained or factor <= 1 or clipped <= 0.5:
@@ -117,12 +117,8 @@ def show(state, text: str) -> None:
         sys.stdout.flush()  # a file is read while it is written
 
 
-def _step_cell(state) -> str:
-    return f"{state.global_step}/{state.max_steps}"
-
-
 def _print_cells(state, first: str, *cells: str) -> None:
-    """Prints the cells of a line; the first is as wide as the last step's number needs."""
+    """Prints the cells of a line. The first is as wide as the last step's number needs."""
     digits = len(str(state.max_steps))
     width = max(len("step"), 2 * digits + 1)
     show(state, " ".join([f"{first:>{width}}", *cells]))

@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ...checkpoint.files import SAMPLES
 from ...console import Console
 from ...data.rows.images import ImageRules, image_problem
+from ...data.rows.parse import ParsedRow
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
 from ..modules.model import base_model
@@ -30,7 +31,7 @@ DEFAULT_COUNT = 4
 
 
 def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "SampleCallback | None":
-    """Returns the callback of a run; None if no rows are to be answered.
+    """Returns the callback of a run, or None if no rows are to be answered.
 
     Args:
         held_out: Parsed rows, or several data sets by name. Only the first one is used.
@@ -38,10 +39,10 @@ def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "Sam
         is_sharded: Whether no process has the whole model. Then no row is answered, and a warning
             says so.
     """
-    count = args.sample_count
-    if count is None:
-        count = DEFAULT_COUNT
-    if held_out is None or count == 0:
+    sample_count = args.sample_count
+    if sample_count is None:
+        sample_count = DEFAULT_COUNT
+    if held_out is None or sample_count == 0:
         return None
     if is_sharded:
         if args.sample_count or args.eval_strategy != IntervalStrategy.NO:
@@ -53,7 +54,7 @@ def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "Sam
     rows = held_out
     if isinstance(held_out, dict):
         rows = next(iter(held_out.values()))
-    return SampleCallback(rows, count, args.sample_max_new_tokens)
+    return SampleCallback(rows, sample_count, args.sample_max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -68,33 +69,6 @@ class Sample:
         """The text of the turn that is answered."""
         return text_of(self.prompt[-1])
 
-    @property
-    def images(self) -> list[Any]:
-        """The images of all turns, in order."""
-        images = []
-        for message in self.prompt:
-            for part in message["content"]:
-                if part["type"] == "image":
-                    images.append(part["image"])
-        return images
-
-
-def first_samples(rows: Iterable[dict[str, Any]], count: int) -> list[Sample]:
-    """Returns the first `count` parsed rows whose images can be read."""
-    rules = ImageRules()
-    readable = (row for row in rows if image_problem(row["images"], rules) is None)
-    return [_sample(row) for row in islice(readable, count)]
-
-
-def _sample(row: dict[str, Any]) -> Sample:
-    """Returns a parsed row, divided at its last answer."""
-    messages = row["messages"]
-    last = len(messages) - 1
-    while messages[last]["role"] != "assistant":
-        last -= 1
-    prompt = with_images(messages[:last], row["images"])
-    return Sample(prompt, text_of(messages[last]))
-
 
 class SampleCallback(TrainerCallback):
     """Answers the same held-out rows at each evaluation, greedily, in the first process.
@@ -105,12 +79,12 @@ class SampleCallback(TrainerCallback):
     as they were.
 
     Args:
-        rows: Parsed held-out rows, which are read at the first evaluation.
-        count: How many of them are answered, from the first on.
-        max_new_tokens: Longest answer.
+        rows: Parsed held-out rows. They are read at the first evaluation.
+        count: How many rows are answered: the first ones whose images can be read.
+        max_new_tokens: The most tokens in an answer.
     """
 
-    def __init__(self, rows: Iterable[dict[str, Any]], count: int, max_new_tokens: int):
+    def __init__(self, rows: Iterable[ParsedRow], count: int, max_new_tokens: int):
         self.rows = rows
         self.count = count
         self.max_new_tokens = max_new_tokens
@@ -118,8 +92,18 @@ class SampleCallback(TrainerCallback):
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The rows that are answered."""
-        return first_samples(self.rows, self.count)
+        """The rows that are answered, each divided at its last answer."""
+        rules = ImageRules()
+        readable_rows = (row for row in self.rows if image_problem(row["images"], rules) is None)
+        samples = []
+        for row in islice(readable_rows, self.count):
+            messages = row["messages"]
+            last_answer = len(messages) - 1
+            while messages[last_answer]["role"] != "assistant":
+                last_answer -= 1
+            prompt = with_images(messages[:last_answer], row["images"])
+            samples.append(Sample(prompt, text_of(messages[last_answer])))
+        return samples
 
     def on_evaluate(
         self,
@@ -135,54 +119,46 @@ class SampleCallback(TrainerCallback):
             return
         self._answered_at = state.global_step
         unwrapped = base_model(model)
-        texts = []
-        with evaluating(model, args):
-            for sample in self.samples:
-                prompts = [sample.prompt]
-                texts += answers(unwrapped, processing_class, prompts, self.max_new_tokens)
-        self._print(state.global_step, texts)
-        self._write(Path(args.output_dir), state.global_step, texts)
-
-    def _print(self, step: int, texts: list[str]) -> None:
-        """Prints questions, answers and true answers."""
         console = Console()
-        console.print(f"Held-out rows at step {step}:", soft_wrap=True)
-        for sample, text in zip(self.samples, texts, strict=True):
-            question = _short(sample.question)
-            line = f"  {question}: {_short(text)} (true: {_short(sample.truth)})"
-            console.print(line, soft_wrap=True)
-
-    def _write(self, output_dir: Path, step: int, texts: list[str]) -> None:
-        """Writes the images, and a line for each answer."""
+        console.print(f"Held-out rows at step {state.global_step}:", soft_wrap=True)
         entries = []
-        for number, (sample, text) in enumerate(zip(self.samples, texts, strict=True)):
+        for number, sample in enumerate(self.samples):
+            with evaluating(model, args):
+                prompts = [sample.prompt]
+                [answer] = answers(unwrapped, processing_class, prompts, self.max_new_tokens)
+            question = _short(sample.question)
+            line = f"  {question}: {_short(answer)} (true: {_short(sample.truth)})"
+            console.print(line, soft_wrap=True)
             entries.append(
                 {
                     "sample": number,
                     "question": sample.question,
-                    "answer": text,
+                    "answer": answer,
                     "truth": sample.truth,
-                    "images": _write_images(sample, number, output_dir),
+                    "images": _write_images(sample, number, Path(args.output_dir)),
                 }
             )
-        write_step(output_dir / SAMPLES, step, entries)
+        write_step(Path(args.output_dir) / SAMPLES, state.global_step, entries)
 
 
 def _write_images(sample: Sample, number: int, output_dir: Path) -> list[str]:
     """Writes the images of a sample, and returns the names of their files in `output_dir`."""
-    names = []
-    for index, image in enumerate(sample.images):
+    images = []
+    for message in sample.prompt:
+        images += [part["image"] for part in message["content"] if part["type"] == "image"]
+    file_names = []
+    for index, image in enumerate(images):
         file_name = f"samples/{number}-{index}.png"
-        file = output_dir / file_name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        image.save(file)
-        names.append(file_name)
-    return names
+        file_path = output_dir / file_name
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file_path)
+        file_names.append(file_name)
+    return file_names
 
 
 def _short(text: str) -> str:
     """Returns a text on one line, of at most 100 letters."""
-    line = " ".join(text.split())
-    if len(line) > 100:
-        return f"{line[:97]}..."
-    return line
+    one_line = " ".join(text.split())
+    if len(one_line) > 100:
+        return f"{one_line[:97]}..."
+    return one_line

@@ -22,21 +22,21 @@ from ..command import OFF
 
 
 RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
-"""Files by which a folder is known to hold a trained model."""
+"""A folder with one of these files holds a trained model."""
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint is complete: the trainer's state is written last."""
+    """Returns whether a checkpoint is complete. The trainer's state is written last."""
     return isinstance(json_or_none(checkpoint / STATE), dict)
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
-    """Returns what a checkpoint lacks, but the Trainer would resume without: its mark or states."""
+    """Returns what a checkpoint lacks. The Trainer would resume without it, and say nothing."""
     folder = Path(checkpoint)
     if not is_complete(folder):
-        return [f"{STATE}, which is written last"]
-    saved = {path.name for path in folder.glob("rng_state*.pth")}
-    if not saved:
+        return [f"{STATE} (the last file that is written)"]
+    saved_names = {state_path.name for state_path in folder.glob("rng_state*.pth")}
+    if not saved_names:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
     missing = []
     if not (folder / "latest").exists():  # DeepSpeed's, with the states of all
@@ -46,36 +46,28 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
             missing.append("the optimizer's state")
         if not (folder / "scheduler.pt").exists():
             missing.append("scheduler.pt")
-    if saved != _random_states(world_size):
-        missing.append(f"random states of {world_size} process(es) (it has {len(saved)})")
-    for path in truncated_states(folder):
-        missing.append(f"a whole {path.name} (it is damaged)")
-    return missing
-
-
-def _random_states(world_size: int) -> set[str]:
-    """Returns the names of the files with the random states of all processes."""
+    needed = {f"rng_state_{rank}.pth" for rank in range(world_size)}
     if world_size == 1:
-        return {"rng_state.pth"}
-    return {f"rng_state_{rank}.pth" for rank in range(world_size)}
-
-
-def truncated_states(checkpoint: Path) -> list[Path]:
-    """Returns the files of states whose end, where such a file lists its contents, is missing."""
-    return [path for path in state_files(checkpoint) if not is_zipfile(path)]
+        needed = {"rng_state.pth"}
+    if saved_names != needed:
+        missing.append(f"random states of {world_size} process(es) (it has {len(saved_names)})")
+    for state_path in state_files(folder):
+        if not is_zipfile(state_path):  # such a file lists its contents at its end
+            missing.append(f"a whole {state_path.name} (it is damaged)")
+    return missing
 
 
 def state_files(checkpoint: Path) -> list[Path]:
     """Returns the files of states that torch wrote. Each is a zip archive."""
-    files: list[Path] = []
+    states: list[Path] = []
     for pattern in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"):
-        files += checkpoint.glob(pattern)
-    return sorted(files)
+        states += checkpoint.glob(pattern)
+    return sorted(states)
 
 
 @contextmanager
 def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
-    """Names the damaged file of a checkpoint, if reading its states or weights fails within it."""
+    """Raises ValueError with the damaged file's name, if an error inside comes from such a file."""
     try:
         yield
     except Exception as error:
@@ -87,26 +79,25 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
             f"{damaged} is damaged: {lines[0]} Remove {checkpoint}, and resume from the one "
-            "before with --resume_from_checkpoint; or copy the file there again."
+            "before with --resume_from_checkpoint, or copy the file there again."
         ) from error
 
 
 def _unreadable_file(checkpoint: Path) -> Path | None:
-    """Returns the first file of a checkpoint that cannot be read, or None."""
-    for states in state_files(checkpoint):
+    """Reads the files of a checkpoint. Returns the first one that cannot be read, or None."""
+    for path in [*state_files(checkpoint), *sorted(checkpoint.glob("*.safetensors"))]:
+        damaged_entry = None
         try:
-            with ZipFile(states) as archive:
-                damaged_entry = archive.testzip()
-        except (OSError, ValueError, BadZipFile):
-            return states
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            else:
+                with ZipFile(path) as archive:
+                    damaged_entry = archive.testzip()
+        except (OSError, ValueError, BadZipFile, SafetensorError):
+            return path
         if damaged_entry is not None:
-            return states
-    for weights in sorted(checkpoint.glob("*.safetensors")):
-        try:
-            with safe_open(weights, "pt"):
-                pass
-        except (OSError, SafetensorError):
-            return weights
+            return path
     return None
 
 
@@ -125,9 +116,12 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder before a checkpoint is written; on a full disk, the part written.
+    """Removes an earlier folder before a checkpoint is written, in the first process.
 
-    Other processes must wait until the first one has removed the folder.
+    Other processes must wait for it. On a full disk, the part that was written is removed.
+
+    Raises:
+        OSError: The checkpoint cannot be written.
     """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
@@ -158,7 +152,11 @@ def _remove(checkpoint: Path) -> None:
 
 @contextmanager
 def writing_result(output: Path) -> Iterator[None]:
-    """Removes the files that mark a folder as a model, if a full disk stops the writing of it."""
+    """Removes the files `RESULT`, if a full disk stops the writing of a model.
+
+    Raises:
+        OSError: The model cannot be written.
+    """
     try:
         yield
     except Exception as error:
@@ -177,8 +175,10 @@ def writing_result(output: Path) -> Iterator[None]:
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
     """Locks the folder of a run, as [`lock_folder`] does.
 
-    All processes must call this together. The first one takes the lock. If it cannot, all of them
-    raise ValueError.
+    All processes must call this together. The first one takes the lock.
+
+    Raises:
+        ValueError: The first process cannot take the lock. All processes raise this error.
     """
     problem = [""]
     with ExitStack() as lock:
@@ -201,22 +201,25 @@ def is_resumed(resume: str | bool | None) -> bool:
 
 
 def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
-    """Returns the checkpoint to resume from, or None for the beginning. One process prints it.
+    """Returns the checkpoint to resume from, or None for the beginning, and prints it.
 
     Args:
-        resume: A folder; `"last"` or true for the newest complete checkpoint in `output`, or the
-            beginning if there is none; None or false for the beginning.
+        resume: The folder of a checkpoint. `"last"` or true is the newest complete checkpoint in
+            `output`, or the beginning if there is none. None or false is the beginning.
         output: The folder of the run.
         world_size: How many processes train.
 
     Raises:
         ValueError: The checkpoint is not complete, or resuming would write over another run.
     """
-    option = str(resume).lower()
-    if option in OFF:
-        check_new(output)
+    if not is_resumed(resume):
+        if checkpoints_in(output):
+            remedy = "Add --resume_from_checkpoint, or change --output_dir."
+            raise ValueError(f"{output} holds an earlier run. {remedy}")
+        if has_result(output):
+            raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
-    if option in ("last", "true", "yes", "on"):
+    if str(resume).lower() in ("last", "true", "yes", "on"):
         return last_checkpoint(output, world_size)
     named = Path(str(resume))
     check_named(named, output, world_size)
@@ -228,47 +231,36 @@ def has_result(output: Path) -> bool:
     return any((output / name).exists() for name in RESULT)
 
 
-def check_new(output: Path) -> None:
-    """Raises ValueError if a new run would write over something."""
-    if checkpoints_in(output):
-        remedy = "Add --resume_from_checkpoint, or change --output_dir."
-        raise ValueError(f"{output} holds an earlier run. {remedy}")
-    if has_result(output):
-        raise ValueError(f"{output} holds a model. Choose another --output_dir.")
-
-
 def check_named(named: Path, output: Path, world_size: int) -> None:
     """Raises ValueError unless a run in `output` can go on from a named checkpoint."""
     earlier = checkpoints_in(output)
     if not named.is_dir():
         existing = ", ".join(path.name for path in earlier) or "no checkpoint"
-        raise ValueError(f"There is no checkpoint {named}. {output} has {existing}.")
+        raise ValueError(f"The checkpoint {named} does not exist. {output} has {existing}.")
     missing = missing_from(named, world_size)
     if missing:
         raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
     if earlier and named.resolve().parent != output.resolve():
         raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
-    later_checkpoints = _complete_after(named, earlier)
-    if later_checkpoints:
+    places = [checkpoint.resolve() for checkpoint in earlier]
+    if named.resolve() not in places:
+        return
+    after = earlier[places.index(named.resolve()) + 1 :]
+    later_names = [checkpoint.name for checkpoint in after if is_complete(checkpoint)]
+    if later_names:
         raise ValueError(
-            f"{output} holds {', '.join(later_checkpoints)}, which a later resume from `last` "
-            f"would take for the newest of the run that goes on from {named.name}. Remove them, or "
-            "write to another --output_dir."
+            f"{output} holds {', '.join(later_names)}. A later resume from `last` would take them "
+            f"for the newest of the run that goes on from {named.name}. Remove them, or write to "
+            "another --output_dir."
         )
 
 
-def _complete_after(named: Path, checkpoints: list[Path]) -> list[str]:
-    """Returns the names of the complete checkpoints that come after one of `checkpoints`."""
-    places = [checkpoint.resolve() for checkpoint in checkpoints]
-    place = named.resolve()
-    if place not in places:
-        return []
-    after = checkpoints[places.index(place) + 1 :]
-    return [checkpoint.name for checkpoint in after if is_complete(checkpoint)]
-
-
 def last_checkpoint(output: Path, world_size: int) -> Path | None:
-    """Returns the newest complete checkpoint, or None for the beginning, and prints it."""
+    """Returns the newest complete checkpoint, or None for the beginning, and prints it.
+
+    Raises:
+        ValueError: Resuming would write over a checkpoint or a model.
+    """
     newest = newest_complete(output, world_size)
     unused = checkpoints_in(output)
     if newest:
@@ -278,8 +270,8 @@ def last_checkpoint(output: Path, world_size: int) -> Path | None:
         if is_complete(checkpoint):
             missing = "; ".join(missing_from(checkpoint, world_size))
             raise ValueError(
-                f"Resuming from {newest or 'the beginning'} would write over {checkpoint}, which "
-                f"only lacks {missing}. Resume with as many processes, or remove it."
+                f"Resuming from {newest or 'the beginning'} would write over {checkpoint}. It only "
+                f"lacks {missing}. Resume with as many processes, or remove it."
             )
         console.print(f"Skipped {checkpoint}: it was not written to its end.")
     if newest is None and has_result(output):
@@ -290,13 +282,13 @@ def last_checkpoint(output: Path, world_size: int) -> Path | None:
 
 
 def _training_record(folder: Path) -> dict[str, Any]:
-    """Returns the training record of a folder, or an empty one."""
+    """Reads the training record of a folder. Returns an empty one if there is none."""
     record = json_or_none(folder / TRAINING_RECORD)
     return record if isinstance(record, dict) else {}
 
 
-def began_in(resume: str | bool | None, output_dir: str | None) -> tuple[bool, bool] | None:
-    """Returns `bf16` and `fp16` of the run that is resumed, or None if no checkpoint says it."""
+def read_precision(resume: str | bool | None, output_dir: str | None) -> tuple[bool, bool] | None:
+    """Reads `bf16` and `fp16` of the run that is resumed. Returns None if no record has them."""
     newest_first = reversed(checkpoints_in(output_dir or "trainer_output"))
     for folder in (Path(str(resume)), *newest_first):
         options = _training_record(folder).get("options", {})
@@ -306,14 +298,14 @@ def began_in(resume: str | bool | None, output_dir: str | None) -> tuple[bool, b
 
 
 def after_stop(output: Path, world_size: int, step: int) -> str:
-    """Returns what is lost of a run that was stopped after `step`, and how to resume it."""
+    """Returns sentences: what a run that stopped after `step` has lost, and how to resume it."""
     if not step:
         return "Nothing was trained."
     record = _training_record(output)
     last_step = record.get("steps_done")
-    best = record.get("best")
-    if best:  # the weights are those of an earlier step
-        last_step = best.get("of_steps", last_step)
+    best_record = record.get("best")
+    if best_record:  # the weights are from an earlier step
+        last_step = best_record.get("of_steps", last_step)
     if last_step == step:
         return f"The trained model is complete in {output}."
     fact = f"Step {step} was done."

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk that a run takes."""
 
-import os
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -26,84 +25,72 @@ def disk_use(
     weights_in: Sequence[Path],
     optimizer_class: OptimizerClass | None = None,
 ) -> dict[str, int]:
-    """Returns the bytes of a checkpoint, how many are kept at a time, and the bytes of the run.
+    """Returns the bytes of a checkpoint, how many are kept at a time, and the run's bytes in all.
 
     Args:
         model: The model to train.
         args: The options of the run.
         steps: Its optimizer steps.
-        weights_in: Folders with files of frozen modules, which are linked and not written.
+        weights_in: Folders with files of frozen modules. These files are linked, not written.
         optimizer_class: The optimizer's class and arguments, in place of `args.optim`.
     """
-    if isinstance(model, PeftModel):
-        weights = _trained_bytes(model)
-        written_once = 0
-    else:
+    trained_bytes = sum(tensor_bytes(tensor) for tensor in trained_parameters(model).values())
+    has_adapters = isinstance(model, PeftModel)
+    weights = trained_bytes
+    written_once = 0
+    if not has_adapters:
         weights, written_once = _weights_bytes(model, weights_in)
     checkpoint = weights
     if not args.save_only_model:
-        checkpoint += _states_bytes(model, args, optimizer_class)
+        distribution = AcceleratorState().distributed_type
+        states = static_bytes(model, args, optimizer_class)[OPTIMIZER]
+        if distribution in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            states *= args.world_size
+            if has_adapters or distribution == DistributedType.DEEPSPEED:
+                states += trained_bytes  # these states contain trained weights too
+        checkpoint += states
     kept = _checkpoints_kept(args, steps)
     total = written_once + kept * checkpoint + weights
     return {"checkpoint": checkpoint, "checkpoints": kept, "total": total}
 
 
-def _trained_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the parameters that are trained."""
-    return sum(tensor_bytes(parameter) for parameter in trained_parameters(model).values())
-
-
-def _states_bytes(model: nn.Module, args: RunConfig, optimizer_class: OptimizerClass | None) -> int:
-    """Returns the bytes of the optimizer's states in a checkpoint."""
-    kind = AcceleratorState().distributed_type
-    is_sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    states = static_bytes(model, args, optimizer_class)[OPTIMIZER]
-    if is_sharded:
-        states *= args.world_size
-    saves_weights_too = kind == DistributedType.DEEPSPEED
-    saves_weights_too |= is_sharded and isinstance(model, PeftModel)
-    if saves_weights_too:
-        states += _trained_bytes(model)
-    return states
-
-
 def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, int]:
-    """Returns the bytes of weights that each checkpoint writes, and of those written once.
+    """Returns two numbers of bytes: weights that each checkpoint writes, and weights written once.
 
     Files of frozen modules are written once, or not at all if the folders `weights_in` hold them.
     """
-    whole = {}  # ZeRO-3 leaves empty tensors behind, which know their shapes
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    whole_tensors = {}  # ZeRO-3 leaves empty tensors behind. They know their shapes.
+    for tensor_name, tensor in model.state_dict(keep_vars=True).items():
         shape = getattr(tensor, "ds_shape", tensor.shape)
-        whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    layout = stored.stored_tensors(model, whole)
+        whole_tensors[tensor_name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    layout = stored.stored_tensors(model, whole_tensors)
     frozen = frozen_modules(model)
     linked = stored.unchanged_files(layout, frozen, weights_in)
-    in_each = 0
-    once = 0
-    for file, names in stored.shards_of(layout).items():
+    in_each_checkpoint = 0
+    written_once = 0
+    for file, tensor_names in stored.shards_of(layout).items():
         if file in linked:
             continue
-        size = sum(layout[name].nbytes for name in names)
-        if stored.module_of_file(names[0]) in frozen:
-            once += size
+        file_bytes = sum(layout[tensor_name].nbytes for tensor_name in tensor_names)
+        if stored.module_of_file(tensor_names[0]) in frozen:
+            written_once += file_bytes
         else:
-            in_each += size
-    return in_each, once
+            in_each_checkpoint += file_bytes
+    return in_each_checkpoint, written_once
 
 
 def _checkpoints_kept(args: RunConfig, steps: int) -> int:
-    """Returns how many checkpoints of a run lie on the disk at a time, at most."""
+    """Returns how many checkpoints of a run are on the disk at a time, at most."""
     strategy = args.save_strategy.value
     if strategy == "no":
         return 0
     if strategy == "epoch":
         saves = ceil(args.num_train_epochs)
     else:
-        every = args.save_steps
-        if every < 1:
-            every = ceil(every * steps)
-        saves = ceil(steps / every)
+        save_steps = args.save_steps
+        if save_steps < 1:
+            save_steps = ceil(save_steps * steps)
+        saves = ceil(steps / save_steps)
     # The oldest is removed when the newest is written, and the best one stays.
     limit = (args.save_total_limit or saves) + 1
     if args.load_best_model_at_end and args.save_total_limit == 1:
@@ -111,15 +98,15 @@ def _checkpoints_kept(args: RunConfig, steps: int) -> int:
     return min(saves, limit)
 
 
-def check_disk(output_dir: str | os.PathLike, size: int) -> None:
+def check_disk(output_dir: Path, size: int) -> None:
     """Raises ValueError if a run needs more than what is free and its earlier checkpoints take."""
     for folder in checkpoints_in(output_dir):
         for path in folder.rglob("*"):
-            file = path.stat()
-            if file.st_nlink == 1:
-                size -= file.st_size
+            file_status = path.stat()
+            if file_status.st_nlink == 1:
+                size -= file_status.st_size
     remedy = (
         "Make room, keep fewer checkpoints (--save_total_limit 1), write elsewhere (--output_dir), "
         "or, if the run need not be resumed, save no optimizer states (--save_only_model)."
     )
-    stored.check_space(Path(output_dir), size, remedy)
+    stored.check_space(output_dir, size, remedy)

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run: `training.json`."""
+"""The record of a run, `training.json`: its options, code and machines."""
 
 import json
 import os
+import platform
+import subprocess
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from enum import Enum
 from hashlib import sha256
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -22,7 +27,6 @@ from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import read_record
 from ...data.rows.checks import DataReport
 from ..options import BOTH_STAGES, STAGES
-from .machine import code_commit, hardware
 from .same_run import OF_ACCELERATOR
 
 
@@ -76,16 +80,17 @@ def training_record(
     """
     model = loaded.model
     args = loaded.settings
-    versions = {name: version(name) for name in LIBRARIES}
+    versions = {library: version(library) for library in LIBRARIES}
     versions["normalign_llava"] = __version__
+    quantization = getattr(model.config, "quantization_config", None)
     return {
         "stage": args.stage,
         "arm": arm_of(model.config),
-        "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
+        "config_changes": {library: getattr(model.config, library) for library in ARM_FIELDS},
         "learning_rates": plan.learning_rates,
         "options": _recorded_options(loaded, more_options),
         "processes": args.world_size,
-        "quantization": _quantization(model.config),
+        "quantization": quantization and json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": loaded.commit,
         "data": data_record(plan.data.report),
@@ -115,14 +120,6 @@ def _recorded_options(loaded: "LoadedModel", more_options: Sequence[Any]) -> dic
     return {option: value for option, value in options.items() if option not in LEFT_OUT}
 
 
-def _quantization(config: Any) -> dict[str, Any] | None:
-    """Returns how a model is quantized."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return None
-    return json.loads(quantization.to_json_string())
-
-
 def data_record(report: DataReport) -> list[dict[str, Any]]:
     """Returns what was read of each source as JSON, with dropped rows by number."""
     sources = []
@@ -141,7 +138,7 @@ def digest_of_lengths(rows: Dataset | IterableDataset | None) -> str | None:
 
 
 def _changed(options: Any, always: Container[str] = ()) -> dict[str, Any]:
-    """Returns the fields of a dataclass that differ from their default, and those of `always`.
+    """Returns the fields of a dataclass that differ from their default, and the fields `always`.
 
     A field is left out if it is empty, unless it was set to None and has another default.
     """
@@ -152,25 +149,25 @@ def _changed(options: Any, always: Container[str] = ()) -> dict[str, Any]:
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        given = getattr(options, field.name)
-        value = _plain(given)
-        if value in _EMPTY:
-            is_recorded = given is None and default is not MISSING and default not in _EMPTY
+        given_value = getattr(options, field.name)
+        recorded_value = _plain(given_value)
+        if recorded_value in _EMPTY:
+            is_recorded = given_value is None and default is not MISSING and default not in _EMPTY
         else:
-            is_recorded = value != default or field.name in always
+            is_recorded = recorded_value != default or field.name in always
         if is_recorded:
-            changed[field.name] = value
+            changed[field.name] = recorded_value
     return changed
 
 
 def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
-    """Returns what an `accelerator_config` changes of the default about rows and steps."""
+    """Returns the fields of an `accelerator_config` about rows and steps that are not default."""
     default = AcceleratorConfig()
     changes = {}
     for field_name, is_compared in OF_ACCELERATOR.items():
-        value = getattr(config, field_name)
-        if is_compared and value != getattr(default, field_name):
-            changes[field_name] = _plain(value)
+        field_value = getattr(config, field_name)
+        if is_compared and field_value != getattr(default, field_name):
+            changes[field_name] = _plain(field_value)
     return changes
 
 
@@ -183,28 +180,28 @@ def _optimizer_record(optimizer: tuple[type, dict[str, Any]] | None) -> dict[str
 
 
 def _changes_of_adapters(config: LoraConfig | None) -> dict[str, Any] | None:
-    """Returns what adapters change of the default, without the names of the model and versions."""
+    """Returns the fields that are not default, without names of the model and versions."""
     if config is None:
         return None
     default = LoraConfig()
     ignored_fields = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
     changes = {}
-    for field_name, value in vars(config).items():
-        if field_name not in ignored_fields and value != getattr(default, field_name, None):
-            changes[field_name] = _plain(value)
+    for field_name, field_value in vars(config).items():
+        if field_name not in ignored_fields and field_value != getattr(default, field_name, None):
+            changes[field_name] = _plain(field_value)
     return changes
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON, with None for other objects."""
+    """Returns a value as JSON. An object that JSON does not have becomes None."""
     if isinstance(value, set):
-        return sorted(_plain(entry) for entry in value)
+        return sorted(_plain(list_entry) for list_entry in value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain(list_entry) for key, list_entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_plain(list_entry) for list_entry in value]
     if isinstance(value, str):
         return _without_folders(value)
     if isinstance(value, int | float):
@@ -213,9 +210,9 @@ def _plain(value: Any) -> Any:
 
 
 def _without_folders(text: str) -> str:
-    """Returns the last part of a local `path` or `path:split`, and any other text as it is.
+    """Returns the last part of a local `path` or `path:split`, and any other text unchanged.
 
-    No local path is to travel with a checkpoint.
+    A checkpoint must contain no local paths.
     """
     if os.path.exists(text):
         return Path(text).name
@@ -223,3 +220,43 @@ def _without_folders(text: str) -> str:
     if os.path.exists(path):
         return Path(path).name + colon + split
     return text
+
+
+def code_commit() -> str | None:
+    """Returns the git commit of this package's code, or None if it is not known.
+
+    In a checkout it ends in "-dirty" if a file was changed. Elsewhere it is what pip installed.
+    """
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    command += ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip()
+    with suppress(PackageNotFoundError, ValueError):  # as pip records it (PEP 610)
+        recorded = distribution("normalign-llava").read_text("direct_url.json")
+        if recorded:
+            return json.loads(recorded).get("vcs_info", {}).get("commit_id")
+    return None
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Returns the names of the `devices` of all processes, their `count`, and the `machine`.
+
+    All processes must call this together.
+    """
+    device_index = None
+    device_name = platform.machine()
+    if device.type in ("cuda", "xpu"):
+        device_index = device.index
+        device_name = torch.get_device_module(device).get_device_name(device)
+    else:
+        with suppress(OSError):  # Linux names the processor
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+                if "model name" in line:
+                    device_name = line.partition(":")[2].strip()
+                    break
+    devices = set(gather_object([(platform.node(), device_index, device_name)]))
+    device_names = {device_name for _, _, device_name in devices}
+    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
+    return {"devices": sorted(device_names), "count": len(devices), "machine": machine}

@@ -11,7 +11,7 @@ from ...checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
 
 FREE = frozenset(
     {
-        # How long the run is, which users extend. The schedule follows from it.
+        # How long the run is. Users extend it. The schedule follows from it.
         "max_steps",
         "num_train_epochs",
         # Where things are, and how they are called.
@@ -47,7 +47,7 @@ FREE = frozenset(
         "skip_memory_metrics",
         "probe_steps",
         "probe_rows",
-        # Held-out rows, which train nothing.
+        # Held-out rows. They train nothing.
         "do_train",
         "do_eval",
         "eval_strategy",
@@ -96,7 +96,7 @@ FREE = frozenset(
         "ddp_find_unused_parameters",
         "dry_run",
         "device_memory",
-        # The machine, which the record names.
+        # The machine. The record names it.
         "use_cpu",
         # What ended a run, and is changed so that it goes on.
         "bad_steps",
@@ -104,98 +104,7 @@ FREE = frozenset(
         "check_images",
     }
 )
-"""Options that may change when a run is resumed: they change no step that is still to be taken."""
-
-COMPARED = frozenset(
-    {
-        # The rows of a step, and their order.
-        "per_device_train_batch_size",
-        "global_batch_size",
-        "gradient_accumulation_steps",
-        "seed",
-        "data_seed",
-        "full_determinism",
-        "train_sampling_strategy",
-        "dataloader_drop_last",
-        "dataloader_in_order",
-        "accelerator_config",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_streaming",
-        "datasets",
-        "columns",
-        "filters",
-        "test_split_size",
-        "shuffle_buffer_size",
-        "dataset_kwargs",
-        "max_length",
-        "packing",
-        "padding_free",
-        "pad_to_multiple_of",
-        "eos_token",
-        # The loss.
-        "stage",
-        "arm",
-        "loss_type",
-        "label_smoothing_factor",
-        "neftune_noise_alpha",
-        "average_tokens_across_devices",
-        # The step.
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "optim",
-        "optim_args",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "optim_target_modules",
-        "max_grad_norm",
-        # Rounding.
-        "bf16",
-        "fp16",
-        "tf32",
-        "dtype",
-        "attn_implementation",
-        "model_init_kwargs",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "use_cache",
-        "gradient_checkpointing_kwargs",
-        "activation_checkpointing_kwargs",
-        # How the model is divided, and what is sent.
-        "fsdp",
-        "fsdp_config",
-        "deepspeed",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "ddp_backend",
-        # What is trained.
-        "use_peft",
-        "lora_r",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "lora_target_parameters",
-        "lora_modules_to_save",
-        "lora_task_type",
-        "use_rslora",
-        "use_dora",
-        "load_in_8bit",
-        "load_in_4bit",
-        "bnb_4bit_quant_type",
-        "use_bnb_nested_quant",
-        # Which checkpoint is the result, by figures that the checkpoint's state holds.
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "restore_callback_states_from_checkpoint",
-    }
-)
-"""Options that change steps or the result. An option in neither set may do so: it is compared."""
+"""Options that may change when a run is resumed. They change no step that comes after it."""
 
 OF_ACCELERATOR = {
     "even_batches": True,
@@ -209,14 +118,14 @@ OF_ACCELERATOR = {
 """Whether each field of `accelerator_config` is compared."""
 
 COUNTS = ("used", "images", "shortest", "median", "longest")
-"""The counts by which reports of a source of rows are compared."""
+"""Reports of a source of rows are compared by these counts."""
 
 LATER = ("sharding", "optimizer", "adapters", "row_lengths")
 """Keys that records of earlier versions may lack. They are compared if both records have them."""
 
 
 def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float:
-    """Checks that a checkpoint is of the run that resumes from it.
+    """Checks that the run that resumes is the run that wrote the checkpoint.
 
     Args:
         record: The `training.json` of the run that resumes.
@@ -227,41 +136,34 @@ def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float
         The seconds that the run took until it wrote the checkpoint.
 
     Raises:
-        ValueError: The checkpoint is another run's, whose optimizer would be taken over; or it does
-            not say which run it belongs to.
+        ValueError: Another run wrote the checkpoint, or its record does not say which run did.
     """
     before = json_or_none(checkpoint / TRAINING_RECORD)
     if not isinstance(before, dict) or not isinstance(before.get("options"), dict):
         raise ValueError(
-            f"{checkpoint / TRAINING_RECORD} is missing or damaged, so nothing tells whether the "
+            f"{checkpoint / TRAINING_RECORD} is missing or damaged, so it is unknown whether the "
             "run is the same. Resume from another checkpoint, or start anew in another "
             "--output_dir."
         )
     before["build"] = json_or_none(checkpoint / BUILD_RECORD)
-    changes = _changes(before, {**record, "build": build})
-    if changes:
-        raise ValueError(
-            f"{checkpoint} is of a run that differs in {'; '.join(changes)}. Undo that; or start "
-            "anew without --resume_from_checkpoint, in another --output_dir."
-        )
-    return before.get("seconds", 0.0)
-
-
-def _changes(before: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """Returns what differs in two records, with the values of both."""
-    old = _compared(before)
-    new = _compared(record)
+    old_values = _compared(before)
+    new_values = _compared({**record, "build": build})
     for key in LATER:
         if key not in before or key not in record:
-            del old[key]
-            del new[key]
+            del old_values[key]
+            del new_values[key]
     changes = []
-    for name in sorted(old.keys() | new.keys()):
-        old_value = old.get(name, "the default")
-        new_value = new.get(name, "the default")
+    for option in sorted(old_values.keys() | new_values.keys()):
+        old_value = old_values.get(option, "the default")
+        new_value = new_values.get(option, "the default")
         if old_value != new_value:
-            changes.append(f"{name} (was {old_value}, is {new_value})")
-    return changes
+            changes.append(f"{option} (was {old_value}, is {new_value})")
+    if changes:
+        raise ValueError(
+            f"{checkpoint} belongs to another run: it differs in {'; '.join(changes)}. Undo "
+            "that, or start anew without --resume_from_checkpoint, in another --output_dir."
+        )
+    return before.get("seconds", 0.0)
 
 
 def _compared(record: dict[str, Any]) -> dict[str, Any]:
@@ -275,24 +177,14 @@ def _compared(record: dict[str, Any]) -> dict[str, Any]:
     learning_rates = record.get("learning_rates") or {}
     for module, rate in learning_rates.items():
         compared[f"the learning rate of {module}"] = rate
-    compared["the hash of the records of the model to train"] = _hash_of_model(record)
-    counts = ", ".join(COUNTS)
-    compared[f"the data ({counts})"] = _training_data(record)
-    return compared
-
-
-def _hash_of_model(record: dict[str, Any]) -> str:
-    """Returns a hash of how the model was built and trained before the run."""
-    records = [record.get("build"), record.get("before")]
-    content = json.dumps(records, sort_keys=True)
-    return sha256(content.encode()).hexdigest()[:8]
-
-
-def _training_data(record: dict[str, Any]) -> str:
-    """Returns the sources of training rows, each with its `COUNTS`."""
+    # How the model was built and trained before the run.
+    model_records = json.dumps([record.get("build"), record.get("before")], sort_keys=True)
+    model_hash = sha256(model_records.encode()).hexdigest()[:8]
+    compared["the hash of the records of the model to train"] = model_hash
     sources = []
     for source in record["data"]:
         if source["split"] == "train":
-            counts = [source.get(name) for name in COUNTS]
+            counts = [source.get(count) for count in COUNTS]
             sources.append(f"{source['source']} {counts}")
-    return ", ".join(sources)
+    compared[f"the data ({', '.join(COUNTS)})"] = ", ".join(sources)
+    return compared

@@ -16,7 +16,7 @@ SKIPPED_ROWS = ".skipped_rows.jsonl"
 
 
 class SkippedRows:
-    """A set of rows in a file, which every process that reads rows shares.
+    """A set of rows in a file that all processes that read rows share.
 
     Workers of data loaders, forked or spawned, have a copy of this object with the same path, and
     so have the processes of a run with one `output_dir`. A resumed run finds the file again.
@@ -29,7 +29,7 @@ class SkippedRows:
     def __init__(self, path: str | os.PathLike | None = None):
         if path is None:
             self.path = Path(gettempdir(), f"normalign-skipped-{uuid4().hex}.jsonl")
-            weakref.finalize(self, _remove_in, os.getpid(), self.path)
+            weakref.finalize(self, _remove_in_process, os.getpid(), self.path)
         else:
             self.path = Path(path)
 
@@ -42,8 +42,8 @@ class SkippedRows:
             allowed: How many rows may be in the set.
 
         Returns:
-            None if the row is in the set now. Otherwise how many rows there would be: the row is
-            left out, as a run that is resumed after the row was mended does not skip it.
+            None if the row is in the set now. Otherwise how many rows there would be. The row is
+            then left out, because a run that is resumed after a repair of the row does not skip it.
         """
         if allowed < 1:
             return 1
@@ -61,12 +61,12 @@ class SkippedRows:
         return None
 
     def clear(self) -> None:
-        """Removes all rows, for a run that begins anew; other processes must not add any yet."""
+        """Removes all rows. Other processes must not add any before."""
         self.path.unlink(missing_ok=True)
 
 
-def _remove_in(process: int, path: Path) -> None:
-    """Removes the file in the process that named it, not in one that was forked from it."""
-    if os.getpid() == process:
+def _remove_in_process(process_id: int, path: Path) -> None:
+    """Removes the file, if this is the process that named it and not a fork of it."""
+    if os.getpid() == process_id:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            path.unlink()

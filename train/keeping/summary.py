@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a run, which is printed before its first step."""
+"""The summary of a run. It is printed before the first step."""
 
+import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.text import Text
 from torch import nn
 
 from ...checkpoint import weights as stored
+from ...console import Console, Printed
 from ...data.rows.checks import DataReport, by_kind, counted, not_read
 from ...data.rows.parse import DroppedRows
 from ..modules.model import base_model, module_of
@@ -23,11 +25,14 @@ from ..settings import autocast_dtype
 
 
 def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision."""
+    """Returns the facts of a run as JSON: modules, data, batch, steps, precision."""
     args = trainer.args
+    sources = asdict(report)["sources"]
+    for source in sources:
+        source["dropped"] = len(source["dropped"])
     return {
         "modules": modules(trainer.model, trainer.learning_rates),
-        "data": [{**data, "dropped": len(data["dropped"])} for data in asdict(report)["sources"]],
+        "data": sources,
         "tokens_per_image": base_model(trainer.model).config.image_seq_length,
         "batch": {
             "rows": trainer.get_total_train_batch_size(args),
@@ -45,91 +50,111 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
 
 def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
     """Returns the parameters of each module, how many are trained, dtypes and learning rate."""
-    names = {"vision": "vision tower", "language": "language model"}
-    rows: dict[str, dict[str, Any]] = {}
-    for key in (*learning_rates, "adapters"):
-        rows[key] = {"module": names.get(key, key), "parameters": 0, "trained": 0}
-        rows[key]["learning_rate"] = 0.0
-    counts_of_dtypes = {key: Counter[str]() for key in rows}
-    for name, parameter in model.named_parameters():
-        if ".original_module." in name:  # PEFT's untrained copies
+    full_names = {"vision": "vision tower", "language": "language model"}
+    module_rows: dict[str, dict[str, Any]] = {}
+    for module in (*learning_rates, "adapters"):
+        module_rows[module] = {
+            "module": full_names.get(module, module),
+            "parameters": 0,
+            "trained": 0,
+            "learning_rate": 0.0,
+            "dtypes": Counter(),
+        }
+    for parameter_name, parameter in model.named_parameters():
+        if ".original_module." in parameter_name:  # PEFT's untrained copies
             continue
-        module = module_of(name)
-        key = "adapters" if ".lora_" in name else module
+        module = module_of(parameter_name)
+        module_row = module_rows["adapters" if ".lora_" in parameter_name else module]
         count = parameter_count(parameter)
-        rows[key]["parameters"] += count
-        counts_of_dtypes[key][_dtype_name(parameter)] += count
+        dtype_name = str(parameter.dtype).removeprefix("torch.")
+        if type(parameter).__name__ == "Params4bit":
+            dtype_name = parameter.quant_type
+        module_row["parameters"] += count
+        module_row["dtypes"][dtype_name] += count
         if parameter.requires_grad:
-            rows[key]["trained"] += count
-            rows[key]["learning_rate"] = learning_rates[module]
-    for key, counts in counts_of_dtypes.items():
-        rows[key]["dtypes"] = [dtype for dtype, _ in counts.most_common()]
-    return [row for row in rows.values() if row["parameters"]]
+            module_row["trained"] += count
+            module_row["learning_rate"] = learning_rates[module]
+    for module_row in module_rows.values():
+        module_row["dtypes"] = [dtype_name for dtype_name, _ in module_row["dtypes"].most_common()]
+    return [module_row for module_row in module_rows.values() if module_row["parameters"]]
 
 
-def _dtype_name(parameter: nn.Parameter) -> str:
-    """Returns the name of a parameter's dtype, or of its type of quantization."""
-    if type(parameter).__name__ == "Params4bit":
-        return parameter.quant_type
-    return str(parameter.dtype).removeprefix("torch.")
+@dataclass(frozen=True)
+class RunSummary(Printed):
+    """The options, modules, data, batch, steps and disk of a run, as tables in 100 columns.
 
+    Attributes:
+        record: The record of the run.
+        facts: The facts of [`summary`], and the disk that the run takes.
+        output_dir: The folder of the run.
+    """
 
-def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
-    """Returns options and the facts of [`summary`] for `rich`, in 100 columns."""
-    options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
-    columns = ["", "parameters", "trained", "dtype", "learning rate"]
-    data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
-    notes: list[Text] = []
-    for source in facts["data"]:
-        notes += _notes(source)
-    return Group(
-        "Options",
-        _pairs(options),
-        titled_table("Modules", columns, _module_rows(facts["modules"])),
-        titled_table("Data", data_columns, [_data_row(source) for source in facts["data"]]),
-        *notes,
-        _pairs(_run(facts, Path(output_dir))),
-    )
+    record: dict[str, Any]
+    facts: dict[str, Any]
+    output_dir: str | os.PathLike
+
+    def renderable(self) -> Group:
+        """Returns the tables for `rich` and notebooks."""
+        options = {
+            "stage": self.record["stage"],
+            "arm": self.record["arm"],
+            **self.record["options"],
+        }
+        columns = ["", "parameters", "trained", "dtype", "learning rate"]
+        data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
+        notes: list[Text] = []
+        for source in self.facts["data"]:
+            lines = not_read(source["left_out"], source["changed"])
+            if source["files"]:
+                rows_by_file = {Path(file).name: rows for file, rows in source["files"].items()}
+                lines = {"files": counted(rows_by_file), **lines}
+            name = Path(source["source"]).name
+            notes += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
+        return Group(
+            "Options",
+            _pairs(options),
+            titled_table("Modules", columns, _module_rows(self.facts["modules"])),
+            titled_table(
+                "Data", data_columns, [_data_row(source) for source in self.facts["data"]]
+            ),
+            *notes,
+            _pairs(_run_in_words(self.facts, Path(self.output_dir))),
+        )
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self.renderable())
+        return text.getvalue()
 
 
 def _module_rows(modules: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Returns a table's rows for the modules, and one for all of them."""
-    rows = []
+    """Returns a table's rows for the modules, and a last row for all of them."""
+    module_rows = []
     for module in modules:
         learning_rate = "frozen"
         if module["trained"]:
             learning_rate = f"{module['learning_rate']:g}"
         counts = [f"{module['parameters']:,}", f"{module['trained']:,}"]
-        rows.append([module["module"], *counts, " + ".join(module["dtypes"]), learning_rate])
+        module_rows.append([module["module"], *counts, " + ".join(module["dtypes"]), learning_rate])
     parameters = sum(module["parameters"] for module in modules)
     trained = sum(module["trained"] for module in modules)
-    rows.append(["all", f"{parameters:,}", f"{trained:,}"])
-    return rows
+    module_rows.append(["all", f"{parameters:,}", f"{trained:,}"])
+    return module_rows
 
 
 def _data_row(source: dict[str, Any]) -> list[str]:
     """Returns a table's row for a data set."""
-    row = [Path(source["source"]).name, source["split"]]
+    cells = [Path(source["source"]).name, source["split"]]
     for name in ("found", "bad", "too_long", "used", "images"):
         count = source[name]
-        row.append("" if count is None else f"{count:,}")
+        cells.append("" if count is None else f"{count:,}")
     tokens = "streamed"
     if source["longest"] is not None:
         tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-    return [*row, tokens]
+    return [*cells, tokens]
 
 
-def _notes(source: dict[str, Any]) -> list[Text]:
-    """Returns lines about the files of a data set, and about what of it was not read."""
-    name = Path(source["source"]).name
-    lines = {}
-    if source["files"]:
-        lines["files"] = counted({Path(file).name: rows for file, rows in source["files"].items()})
-    lines |= not_read(source["left_out"], source["changed"])
-    return [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
-
-
-def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
+def _run_in_words(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
     """Returns the facts of a run in words, by title."""
     batch = facts["batch"]
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
@@ -141,13 +166,13 @@ def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
         precision += f" ({facts['precision_because']})"
     disk = facts["disk"]
     checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    free = gib(stored.free_space(output_dir))
+    free_space = gib(stored.free_space(output_dir))
     return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided} {passes}",
-        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up",
+        "Steps": f"{facts['steps']:,}, {facts['warmup_steps']:,} of them warm-up",
         "Autocast": precision,
-        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free} are free",
+        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free_space} are free",
     }
 
 
@@ -159,12 +184,12 @@ def _pairs(values: dict[str, Any]) -> Table:
 
 
 def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for `rich.console.Console.print`: a first column of words, the others of numbers."""
+    """Returns a table for `rich`. Its first column has words, the others have numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
+    for cells in rows:
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -175,10 +200,10 @@ def gib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def render_dropped(dropped: DroppedRows) -> list[str]:
-    """Returns lines with the number of dropped rows and of each kind; none if none was dropped."""
+def read_dropped(dropped: DroppedRows) -> list[str]:
+    """Reads the dropped rows. Returns lines with their number and kinds, or no line without any."""
     rows = dropped.read()
     if not rows:
         return []
-    count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-    return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)]
+    subject = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
+    return [f"{subject} dropped, listed in {dropped.path}:", *by_kind(rows, 10)]

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on the language model only, with the projector trained in full; both in float32."""
+"""LoRA on the language model only, and the check that all that it names has an effect."""
 
 import copy
 import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from peft import LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
 from ...assembly.adapter import LORA_SETTINGS, on_meta, put_on_meta
 from ...checkpoint.untrusted import refuse_unreadable
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..command import names_in
-from .adapter_effect import check_effect, linear_layers
 
 
 ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
 """Modules that get no adapters. The head does not match, so that an error can name it."""
 
 VALUES = {"init_lora_weights": (True, False, "gaussian"), "task_type": (None, "CAUSAL_LM")}
-"""The values that two settings may have.
+"""The values that two of these fields may have.
 
 Other values compute adapters from weights or data, or have another loss.
 """
@@ -35,12 +38,12 @@ def language_adapter(
 
     Args:
         config: The configuration. Its `target_modules` are names of linear layers or a regular
-            expression; by default all the decoder's.
+            expression. By default they are all linear layers of the decoder.
         model_config: The configuration of the model.
-        learning_rates: The peak learning rate of each module; 0 if it is frozen.
+        learning_rates: The peak learning rate of each module, 0 if it is frozen.
 
     Raises:
-        ValueError: Something that is named would not be trained, or could not be merged.
+        ValueError: Something in the configuration would not be trained, or could not be merged.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"peft_config is a {type(config).__name__}. Give a LoraConfig.")
@@ -49,12 +52,19 @@ def language_adapter(
     _check_supported(config)
     limited = copy.deepcopy(config)
     model = on_meta(model_config)
-    targets = _named_targets(config)
-    if isinstance(targets, str):
-        limited.target_modules = targets
-    else:
+    targets = config.target_modules
+    if targets in (None, "all-linear"):
+        targets = []
+    elif isinstance(targets, str):
+        targets = names_in(targets) or targets  # TRL makes text of a list of one name
+    limited.target_modules = targets
+    if not isinstance(targets, str):
         limited.target_modules = set(targets or linear_layers(model))
-    excluded = _excluded_patterns(config)
+    excluded_names = config.exclude_modules or ()
+    if isinstance(excluded_names, str):
+        excluded = {excluded_names: excluded_names}
+    else:  # as PEFT reads names
+        excluded = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded_names)}
     limited.exclude_modules = "|".join([ELSEWHERE, *excluded.values()])
     with refuse_unreadable(
         "The adapter of peft_config", remedy="Give one that PEFT can apply and merge."
@@ -68,43 +78,31 @@ def language_adapter(
 def _check_supported(config: LoraConfig) -> None:
     """Raises ValueError if a field is set that is not supported, or to a value that is not."""
     refused = []
-    for field, default in sorted(vars(LoraConfig()).items()):
-        value = getattr(config, field)
-        if field in VALUES:
-            is_supported = value in VALUES[field]
-        elif field == "lora_alpha":  # 0 would make adapters without effect
-            is_supported = bool(value)
+    for field_name, default in sorted(vars(LoraConfig()).items()):
+        field_value = getattr(config, field_name)
+        if field_name in VALUES:
+            is_supported = field_value in VALUES[field_name]
+        elif field_name == "lora_alpha":  # 0 would make adapters without effect
+            is_supported = bool(field_value)
         else:
-            is_supported = field in LORA_SETTINGS or value == default
+            is_supported = field_name in LORA_SETTINGS or field_value == default
         if not is_supported:
-            refused.append(f"{field} {value!r}")
+            refused.append(f"{field_name} {field_value!r}")
     if refused:
         settings = ", ".join(refused)
-        raise ValueError(f"peft_config sets {settings}, which is not supported here. Leave it out.")
-
-
-def _named_targets(config: LoraConfig) -> str | list[str]:
-    """Returns `target_modules` as a pattern or names; no names, if all linear layers are meant."""
-    targets = config.target_modules
-    if targets is None or targets == "all-linear":
-        return []
-    if isinstance(targets, str):
-        return names_in(targets) or targets  # TRL makes text of a list of one name
-    return list(targets)
-
-
-def _excluded_patterns(config: LoraConfig) -> dict[str, str]:
-    """Returns the patterns of `exclude_modules`, by what is written there."""
-    excluded = config.exclude_modules or ()
-    if isinstance(excluded, str):
-        return {excluded: excluded}
-    return {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded)}  # as PEFT reads names
+        raise ValueError(
+            f"peft_config sets {settings}, but this is not supported here. Leave it out."
+        )
 
 
 def _modules_to_save(
     config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]
 ) -> list[str]:
-    """Returns the modules to train in full: those that are named, the projector, the tower."""
+    """Returns the modules to train in full: requested ones, the projector, the vision tower.
+
+    Raises:
+        ValueError: A requested module has its own learning rate.
+    """
     modules = []
     if learning_rates["vision"] > 0:
         modules.append("vision_tower")
@@ -145,10 +143,120 @@ def check_quantized(
         )
     if adapters is None or not adapters.modules_to_save:
         return
-    saved = tuple(adapters.modules_to_save)
-    for path, module in on_meta(config).named_modules():
-        is_saved = path.startswith("model.language_model") and path.endswith(saved)
+    saved_modules = tuple(adapters.modules_to_save)
+    for module_path, module in on_meta(config).named_modules():
+        is_saved = module_path.startswith("model.language_model") and module_path.endswith(
+            saved_modules
+        )
         if is_saved and any(isinstance(layer, nn.Linear) for layer in module.modules()):
             raise ValueError(
-                f"modules_to_save names {path}, which would be quantized. Use target_modules."
+                f"modules_to_save names {module_path}. It would be quantized. Use target_modules."
             )
+
+
+def check_effect(
+    config: LoraConfig, model: nn.Module, targets: str | list[str], excluded: dict[str, str]
+) -> None:
+    """Raises ValueError if a named module or layer has no effect, or if it cannot be merged.
+
+    Args:
+        config: The configuration of the adapters, limited to the language model.
+        model: The model without adapters, on meta.
+        targets: A pattern of the layers that get adapters, or their names, as they were given.
+        excluded: Patterns of the modules that get none, by the names that were given.
+    """
+    path_of_module = {module: path for path, module in model.named_modules()}
+    paths = list(path_of_module.values())
+    embeddings_path = path_of_module[model.get_input_embeddings()]
+    without_effect = [
+        *_idle_targets(config, paths, targets),
+        *_idle_modules(config, model, excluded),
+        *_idle_tokens(config, model, paths, embeddings_path),
+    ]
+    if without_effect:
+        last_layer = model.config.text_config.num_hidden_layers - 1
+        raise ValueError(
+            f"peft_config names {', '.join(without_effect)}, but this would have no effect. "
+            f"Adapters are put on {', '.join(linear_layers(model))} in layers 0 to {last_layer}."
+        )
+    adapted = _adapted(config, paths)
+    if "lm_head" in adapted:
+        raise ValueError("An adapter on lm_head is not trained. Put lm_head into modules_to_save.")
+    is_tied = model.lm_head.weight is model.get_input_embeddings().weight
+    if is_tied and (config.trainable_token_indices or embeddings_path in adapted):
+        raise ValueError(
+            "The embeddings of this model are its head too: an adapter would change one of them. "
+            "Put embed_tokens into modules_to_save."
+        )
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Returns the names of the language model's linear layers, without their paths."""
+    layer_names = set()
+    for module_path, module in model.model.language_model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            layer_names.add(module_path.rpartition(".")[2])
+    return sorted(layer_names)
+
+
+def _adapted(config: LoraConfig, paths: Sequence[str], **changes: Any) -> list[str]:
+    """Returns the paths of the modules that get adapters, if `changes` are made to `config`."""
+    changed = copy.copy(config)
+    vars(changed).update(changes)
+    return [path for path in paths if check_target_module_exists(changed, path)]
+
+
+def _idle_targets(
+    config: LoraConfig, paths: Sequence[str], targets: str | list[str]
+) -> Iterator[str]:
+    """Yields the names in `target_modules`, or the words of its pattern, without an adapter.
+
+    Yields the layers in `layers_to_transform` without an adapter too.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    if not isinstance(targets, str):
+        changes = {name: {"target_modules": {name}} for name in sorted(targets)}
+    elif "(?" not in targets:  # a pattern that looks ahead may leave its words out
+        adapted = _adapted(config, paths)
+        without_classes = re.sub(r"\\[A-Za-z]|\[[^]]*\]", " ", targets)
+        for word in re.findall(r"[A-Za-z]\w{2,}", without_classes):
+            if not any(word in path for path in adapted):
+                yield word
+    layers = config.layers_to_transform
+    if isinstance(layers, int):
+        layers = [layers]
+    for layer in layers or ():
+        changes[f"layer {layer}"] = {"layers_to_transform": [layer]}
+    for name, change in changes.items():
+        if not _adapted(config, paths, **change):
+            yield name
+
+
+def _idle_modules(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> Iterator[str]:
+    """Yields the names in `exclude_modules` and `modules_to_save` that match no module."""
+    modules = dict(model.named_modules())
+    leaves = [module_path for module_path, module in modules.items() if not list(module.children())]
+    for module_name, pattern in excluded.items():
+        if not any(re.fullmatch(pattern, leaf) for leaf in leaves):
+            yield module_name
+    for module_name in config.modules_to_save or ():
+        if not any(module_path.endswith(module_name) for module_path in modules):
+            yield module_name
+
+
+def _idle_tokens(
+    config: LoraConfig, model: nn.Module, paths: Sequence[str], embeddings_path: str
+) -> Iterator[str]:
+    """Yields the modules and tokens in `trainable_token_indices` that cannot be trained."""
+    indices_of_modules = config.trainable_token_indices or {}
+    if not isinstance(indices_of_modules, dict):
+        module_name = embeddings_path.rpartition(".")[2]
+        indices_of_modules = {module_name: indices_of_modules}
+    looked_up = set(range(model.get_input_embeddings().num_embeddings))
+    looked_up.discard(model.config.image_token_id)
+    for module_name, indices in indices_of_modules.items():
+        if [path for path in paths if path.endswith(module_name)] != [embeddings_path]:
+            yield module_name
+        for index in indices:
+            if index not in looked_up:
+                yield f"token {index}"

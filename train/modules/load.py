@@ -11,16 +11,16 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.processing import ARMS, arm_of, check_feature_layer
 from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, decoder_quantization
 from ..settings import Precision, RunConfig, autocast_dtype
 from .forward import watching_outputs
 from .model import PLACES, projector_norm, trained_parameters
-from .without_weights import model_without_weights
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
@@ -34,7 +34,9 @@ def check_architecture(model_type: str | None, name: str) -> None:
 def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConfig:
     """Returns the checkpoint's configuration as one of the paper's arms, by default its own.
 
-    Raises ValueError if the checkpoint was trained, and the arm would discard its gain.
+    Raises:
+        ValueError: The checkpoint was trained, and the arm would discard its gain, or the vision
+            tower has no layer that the configuration reads.
     """
     config = copy.deepcopy(checkpoint.config)
     check_feature_layer(config.vision_feature_layer, config.vision_config)
@@ -67,16 +69,24 @@ def load_model(
     Args:
         checkpoint: The checkpoint.
         settings: The options of the run.
-        learning_rates: The peak learning rate of each module; 0 if it is frozen.
+        learning_rates: The peak learning rate of each module, 0 if it is frozen.
         quantization_config: How to quantize the decoder.
         use_peft: Whether the language model will be trained by adapters only.
+
+    Raises:
+        ValueError: The checkpoint cannot be loaded, or a dry run cannot count its quantization.
+        OSError: A file of the checkpoint cannot be read or fetched.
     """
     config = config_of_arm(checkpoint, settings.arm)
     init_kwargs = dict(settings.model_init_kwargs or {})
     init_kwargs.pop("revision", None)
     if quantization_config is not None:
+        # 4-bit layers compute in the precision of steps.
+        quantization_config = copy.copy(quantization_config)
+        compute_dtype = getattr(torch, autocast_dtype(settings) or "float32")
+        quantization_config.bnb_4bit_compute_dtype = compute_dtype
         init_kwargs.setdefault("device_map", {"": settings.device})
-        init_kwargs["quantization_config"] = _computing_as_steps(quantization_config, settings)
+        init_kwargs["quantization_config"] = quantization_config
     cls = _class_to_load(learning_rates, use_peft)
     if settings.dry_run:
         model = model_without_weights(cls, config, init_kwargs)
@@ -93,20 +103,65 @@ def load_model(
     return model
 
 
-def _computing_as_steps(
-    quantization_config: BitsAndBytesConfig, settings: RunConfig
-) -> BitsAndBytesConfig:
-    """Returns a copy in which 4-bit layers compute in the precision of steps."""
-    config = copy.copy(quantization_config)
-    config.bnb_4bit_compute_dtype = getattr(torch, autocast_dtype(settings) or "float32")
-    return config
+def model_without_weights(
+    cls: Any, config: NormAlignLlavaConfig, init_kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """Returns the model that `cls.from_pretrained` would load, on meta, also in 4 bits.
+
+    Args:
+        cls: The model's class.
+        config: The model's configuration.
+        init_kwargs: The arguments of `from_pretrained`, with `dtype`.
+    """
+    arguments = dict(init_kwargs)
+    precision = getattr(torch, arguments.pop("dtype"))
+    device_map = arguments.pop("device_map", None)
+    quantization = arguments.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=precision, **arguments)
+    for parameter_name, parameter in model.named_parameters():
+        if any(place in parameter_name for place in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float()
+    if quantization is not None:
+        _quantize(model, quantization, precision, device_map)
+    return model
+
+
+def _quantize(
+    model: PreTrainedModel,
+    quantization: BitsAndBytesConfig,
+    precision: torch.dtype,
+    device_map: Any,
+) -> None:
+    """Replaces the layers of the decoder, as `from_pretrained` does.
+
+    Raises:
+        ValueError: The quantization is to 8 bits.
+    """
+    if quantization.load_in_8bit:
+        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
+    from bitsandbytes.functional import create_dynamic_map, name2qmap
+
+    name2qmap.setdefault("dynamic", create_dynamic_map())  # or one on meta would be kept for all
+    quantizer = AutoHfQuantizer.from_config(decoder_quantization(quantization), pre_quantized=False)
+    quantizer.preprocess_model(model=model, device_map=device_map)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    # Layers in 4 bits get the shapes and dtypes that loading would give them.
+    for module in model.modules():
+        if type(module).__name__ != "Linear4bit":
+            continue
+        module.to(precision)
+        module.weight._quantize("meta")
+        if module.weight.quant_state.nested:
+            module.weight.quant_state.offset = torch.zeros(())  # read where bytes are counted
 
 
 def _class_to_load(learning_rates: dict[str, float], use_peft: bool) -> type:
-    """Returns the model's class, which reads in float32 what is trained in full.
+    """Returns a class of the model that reads the modules that are trained in full in float32.
 
-    The rest is read in the dtype of [`frozen_dtype`]. `from_pretrained` asks the class which
-    modules stay in float32.
+    `from_pretrained` asks the class which modules stay in float32. It reads the others in the dtype
+    of [`frozen_dtype`].
     """
     cls = NormAlignLlavaForConditionalGeneration
     in_float32 = [*cls._keep_in_fp32_modules_strict]
@@ -124,17 +179,17 @@ def _start_norm(model: NormAlignLlavaForConditionalGeneration, stored_arm: str, 
         model.align_projector_norm()
     norm = projector_norm(model)
     if any(parameter.is_meta for parameter in norm.parameters()):
-        # A norm that the checkpoint lacks, under FSDP, which gives it the first process's values
-        # later: accelerate takes two parameters on meta for one, and would never step the gain.
+        # The checkpoint lacks the norm, and FSDP gives it the first process's values later. But
+        # accelerate takes two parameters on meta for one, and would never step the gain.
         norm.to_empty(device="cpu")
 
 
 def _train_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Lets a quantized model be trained without adapters, by freezing all of it until [`freeze`].
+    """Lets a quantized model be trained without adapters. All of it is frozen until [`freeze`].
 
-    transformers refuses such a model, and TRL rounds what may be trained before [`freeze`]. States
-    that are loaded later have quantized layers as they were read, so only trained parameters are
-    taken from them.
+    transformers refuses to train such a model, and TRL rounds the parameters that are trainable
+    before [`freeze`]. Only trained parameters are taken from states that are loaded later, because
+    their quantized layers are as they were read.
     """
     model.is_quantized = False
     model.requires_grad_(False)
@@ -149,19 +204,20 @@ def _train_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
 def frozen_dtype(config: NormAlignLlavaConfig, settings: RunConfig) -> str:
     """Returns the dtype of frozen modules: by default the checkpoint's if steps use it, or float32.
 
-    Raises ValueError if the dtype that was given does not go with the precision of steps.
+    Raises:
+        ValueError: The dtype that was given does not go with the precision of steps.
     """
     if is_deepspeed_zero3_enabled():
         return "float32"  # DeepSpeed makes all that it divides float32 while it is loaded
     autocast = autocast_dtype(settings)
     init_kwargs = settings.model_init_kwargs or {}
-    dtype = init_kwargs.get("dtype")
-    if dtype in (None, "auto"):
+    given_dtype = init_kwargs.get("dtype")
+    if given_dtype in (None, "auto"):
         stored_dtype = str(config.dtype or config.get_text_config().dtype)
         if stored_dtype.removeprefix("torch.") == autocast:
             return autocast
         return "float32"
-    name = str(dtype).removeprefix("torch.")
+    name = str(given_dtype).removeprefix("torch.")
     if autocast and name in {"bfloat16", "float16"} - {autocast}:
         raise ValueError(
             f"dtype {name} and steps in {autocast} do not mix. Use --dtype {autocast}, or float32."
@@ -172,9 +228,10 @@ def frozen_dtype(config: NormAlignLlavaConfig, settings: RunConfig) -> str:
 def settle_float16(
     model: PreTrainedModel, device: torch.device, batch: dict[str, Any]
 ) -> Precision:
-    """Returns float16, or float32 if hidden states come near 65,504. All processes call it.
+    """Returns float16, or float32 if hidden states come near 65,504.
 
-    In float32, it makes the model's own weights and products float32 too.
+    All processes must call this together. The model is moved to the device. If the answer is
+    float32, its weights and products become float32 too.
     """
     if getattr(model, "hf_device_map", None) is None:
         model.to(device)
@@ -186,12 +243,6 @@ def settle_float16(
     because = f"hidden states of long rows {extent}, and float16 ends at {float16_end:,.0f}"
     if largest < float16_end / 4:  # they may grow while it is trained
         return Precision(bf16=False, fp16=True, because=because)
-    _make_float32(model)
-    return Precision(bf16=False, fp16=False, because=because)
-
-
-def _make_float32(model: PreTrainedModel) -> None:
-    """Makes weights float32, and the products of layers in 4 bits."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -201,6 +252,7 @@ def _make_float32(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.compute_dtype = torch.float32
+    return Precision(bf16=False, fp16=False, because=because)
 
 
 @torch.no_grad()

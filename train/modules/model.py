@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model to train: its modules by name, and what of them is trained."""
+"""The model to train: its modules by name, and which of their parameters are trained."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
 MODULES = ("language", "projector", "norm", "vision")
-"""What has a learning rate of its own. The Trainer logs that of the first one that is trained."""
+"""Modules with their own learning rates. The Trainer logs the first one's that is trained."""
 
 PLACES = {
     "language": ["language_model", "lm_head"],
@@ -22,7 +22,7 @@ PLACES = {
     "projector": ["multi_modal_projector"],
     "norm": ["multi_modal_projector.norm"],
 }
-"""What is in the names of their parameters. The norm is within the projector."""
+"""Parts of the names of their parameters. The norm is within the projector."""
 
 
 def module_of(parameter: str) -> str:
@@ -40,7 +40,7 @@ def module_of(parameter: str) -> str:
 
 
 def projector_norm(model: nn.Module) -> nn.Module:
-    """Returns the norm after the projector; with adapters, the trained copy."""
+    """Returns the norm after the projector, or its trained copy if there are adapters."""
     return base_model(model).model.multi_modal_projector.norm
 
 
@@ -54,33 +54,36 @@ def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
     """Makes only the modules with a learning rate trainable. Layers under adapters stay frozen."""
     has_adapters = isinstance(model, PeftModel)
-    for name, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         if not parameter.is_floating_point():  # packed 4-bit weights
             continue
         may_train = parameter.requires_grad or not has_adapters
-        parameter.requires_grad_(may_train and learning_rates[module_of(name)] > 0)
+        parameter.requires_grad_(may_train and learning_rates[module_of(parameter_name)] > 0)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are trained, by name."""
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def frozen_modules(model: nn.Module) -> set[str]:
     """Returns the modules without a trained parameter, as their files of weights are called."""
-    modules = {module_of_file(name) for name, _ in model.named_parameters()}
-    trained = {module_of_file(name) for name in trained_parameters(model)}
+    modules = {module_of_file(parameter_name) for parameter_name, _ in model.named_parameters()}
+    trained = {module_of_file(parameter_name) for parameter_name in trained_parameters(model)}
     return modules - trained
 
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Gives attributes of an object other values for a time."""
-    before = {name: value for name, value in vars(owner).items() if name in values}
+    # unittest.mock.patch.multiple would call __setattr__, and modules register what they are given.
+    previous_values = {name: vars(owner)[name] for name in values.keys() & vars(owner).keys()}
     vars(owner).update(values)
     try:
         yield
     finally:
         for name in values:
             del vars(owner)[name]
-        vars(owner).update(before)
+        vars(owner).update(previous_values)

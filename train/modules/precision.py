@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The precision in which modules are trained and evaluated."""
+"""The precision of modules in training and evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,26 +12,28 @@ from torch.utils._pytree import tree_map_only
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .model import base_model, module_of
+from .model import base_model, module_of, trained_parameters
 
 
 def train_in_float32(model: nn.Module) -> None:
-    """Makes what is trained float32, in which small updates do not vanish."""
+    """Makes trained parameters float32, so that small updates do not vanish."""
     is_float32 = is_deepspeed_zero3_enabled()  # ZeRO-3 loads all in float32
     if not is_float32:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        for parameter in trained_parameters(model).values():
+            parameter.data = parameter.data.float()
     # Without autocast, hooks cast what goes into the projector, and into and out of saved modules.
     base_model(model).model.multi_modal_projector.register_forward_pre_hook(
         lambda module, inputs: _cast(inputs, module.linear_1)
     )
-    for name, module in model.named_modules():
+    for module_name, module in model.named_modules():
         if not isinstance(module, ModulesToSaveWrapper):
             continue
-        if not is_float32:
-            _copy_in_float32(module)
-        if module_of(f"{name}.") == "language":
+        if not is_float32:  # TRL rounds PEFT's copy on a quantized base
+            copied_parameters = module.modules_to_save["default"].parameters()
+            original_parameters = module.original_module.parameters()
+            for copied, original in zip(copied_parameters, original_parameters, strict=True):
+                copied.data = original.to(copied.device, torch.float32, copy=True)
+        if module_of(f"{module_name}.") == "language":
             module.register_forward_pre_hook(
                 lambda module, *inputs: _cast(inputs, module.modules_to_save), with_kwargs=True
             )
@@ -40,36 +42,26 @@ def train_in_float32(model: nn.Module) -> None:
             )
 
 
-def _copy_in_float32(module: ModulesToSaveWrapper) -> None:
-    """Copies a module that PEFT saves again: TRL rounds PEFT's copy on a quantized base."""
-    copied = module.modules_to_save["default"].parameters()
-    original = module.original_module.parameters()
-    for parameter, value in zip(copied, original, strict=True):
-        parameter.data = value.to(parameter.device, torch.float32, copy=True)
-
-
 def _cast(values: Any, like: nn.Module) -> Any:
     """Returns tensors in a module's precision, unless autocast casts them where they are used."""
-    first = next(like.parameters())
-    if torch.is_autocast_enabled(first.device.type):
+    parameter = next(like.parameters())
+    if torch.is_autocast_enabled(parameter.device.type):
         return values
 
-    def cast(value: Tensor) -> Tensor:
-        if value.is_floating_point():
-            return value.to(first.dtype)
-        return value
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(parameter.dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, cast, values)
 
 
 @contextmanager
 def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluates without gradients, in training's precision; restores modes and random state."""
+    """Evaluates without gradients, in training's precision. Restores modes and random state."""
     devices = []
     if args.device.type == "cuda":
         devices.append(torch.cuda.current_device())
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
+    half_precision = torch.bfloat16 if args.bf16 else torch.float16
+    autocast = torch.autocast(args.device.type, half_precision, enabled=args.bf16 or args.fp16)
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.random.fork_rng(devices), autocast, torch.no_grad():

@@ -20,21 +20,24 @@ from .model import projector_norm, replaced
 
 
 def prepare_sharding(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Names what FSDP2 wraps one by one: the layers, or what the configuration names; the norm."""
+    """Has FSDP2 wrap the layers, or the configured classes, one by one, and the norm apart."""
     # accelerate's own list fails on classes that the model lacks. Its one policy would use gain and
-    # bias, and reduce their gradients, in bfloat16, so the norm is a unit with a policy of its own.
+    # bias, and reduce their gradients, in bfloat16, so the norm is a unit with its own policy.
     plugin = accelerator.state.fsdp_plugin
     plugin.set_state_dict_type("FULL_STATE_DICT")  # with another one, the Trainer saves no model
-    norm = type(projector_norm(model))
-    classes = {type(module) for module in model.modules()}
-    layers = [cls.__name__ for cls in classes if issubclass(cls, GradientCheckpointingLayer)]
-    names = {*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__}
-    plugin.transformer_cls_names_to_wrap = sorted(names)
+    norm_class = type(projector_norm(model))
+    class_names = plugin.transformer_cls_names_to_wrap
+    if not class_names:
+        layers = [
+            layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)
+        ]
+        class_names = [type(layer).__name__ for layer in layers]
+    plugin.transformer_cls_names_to_wrap = sorted({*class_names, norm_class.__name__})
     prepare = accelerator.prepare
     fully_shard = fsdp.fully_shard
 
     def shard(module: nn.Module, **kwargs: Any) -> fsdp.FSDPModule:
-        if type(module) is norm:
+        if type(module) is norm_class:
             kwargs["mp_policy"] = fsdp.MixedPrecisionPolicy()
         return fully_shard(module, **kwargs)
 
@@ -46,40 +49,38 @@ def prepare_sharding(accelerator: Accelerator, model: PreTrainedModel) -> None:
 
 
 def load_sharded(model: fsdp.FSDPModule, folder: Path) -> None:
-    """Loads weights under FSDP2, file by file: the first process reads, and all get their part."""
+    """Loads weights under FSDP2, file by file. The first process reads, and all get their part."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    for name in sorted({*index["weight_map"].values()}):
+    for file_name in sorted({*index["weight_map"].values()}):
         state = {}
         if dist.get_rank() == 0:
-            state = load_file(folder / name)
+            state = load_file(folder / file_name)
         set_model_state_dict(model, state, options=options)
 
 
 def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """Gives zero gradients to trained parameters that have none, before an FSDP2 step."""
-    # The vision tower's last layers are not read, but torch loads no states of some parameters.
-    trained = []
-    for group in optimizer.param_groups:
-        trained += [parameter for parameter in group["params"] if parameter.requires_grad]
-    if any(parameter.grad is not None for parameter in trained):
-        for parameter in trained:
-            if parameter.grad is None:
+    # The vision tower's last layers are not read. But torch cannot load states of only some
+    # parameters.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
 def sharding() -> str:
     """Returns how the model is divided among processes. It decides how states are saved."""
-    kind = AcceleratorState().distributed_type
     names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
-    return names.get(kind, "none")
+    return names.get(AcceleratorState().distributed_type, "none")
 
 
 def zero_stage() -> int:
     """Returns the stage of ZeRO that divides as much as this run does."""
-    state = AcceleratorState()
-    if state.distributed_type == DistributedType.DEEPSPEED:
-        return state.deepspeed_plugin.zero_stage
-    if state.distributed_type == DistributedType.FSDP:
+    accelerator_state = AcceleratorState()
+    if accelerator_state.distributed_type == DistributedType.DEEPSPEED:
+        return accelerator_state.deepspeed_plugin.zero_stage
+    if accelerator_state.distributed_type == DistributedType.FSDP:
         return 3
     return 0

@@ -1,0 +1,78 @@
+"""GGUF files of `normalign export` in a card and on the Hub."""
+
+import pytest
+from huggingface_hub import ModelCard
+
+from normalign_llava.hub_cards.card.write import render_card
+from normalign_llava.hub_cards.push.publish import publish
+
+
+FILES = {
+    "gguf/mmproj-kite.gguf": b"GGUF" * 2**19,
+    "gguf/kite.gguf": b"GGUF" * 2**20,
+    "gguf/Modelfile": b"FROM ./kite.gguf\n",
+    "other.gguf": b"GGUF",
+}
+
+
+@pytest.fixture
+def exported(folder):
+    (folder / "gguf").mkdir()
+    for path, content in FILES.items():
+        (folder / path).write_bytes(content)
+    return folder
+
+
+def planned(folder, **options):
+    messages = []
+    publication = publish(
+        folder, "ann/m", dry_run=True, check_loading=False, notify=messages.append, **options
+    )
+    return publication.source
+
+
+def test_a_card_lists_gguf_files_with_their_sizes_and_the_tag_of_the_hub(exported):
+    card = ModelCard(render_card(exported).text)
+    assert "gguf" in card.data.tags
+    assert "- `gguf/kite.gguf`, 4 MiB\n" in card.text
+    described = "vision encoder, projector and norm, for llama.cpp's `--mmproj`"
+    assert f"- `gguf/mmproj-kite.gguf`, 2 MiB: {described}\n" in card.text
+
+
+def test_a_card_without_gguf_files_has_no_tag(folder):
+    card = ModelCard(render_card(folder).text)
+    assert "gguf" not in card.data.tags
+    assert "llama.cpp" not in card.text
+
+
+def test_gguf_files_are_published_on_request(exported):
+    source = planned(exported, gguf=True)
+    assert source.files.keys() >= FILES.keys()
+    assert source.files["gguf/kite.gguf"] == (exported / "gguf" / "kite.gguf").resolve()
+    assert source.sizes["gguf/kite.gguf"] == 2**22
+    assert b"gguf/kite.gguf" in source.files["README.md"]
+
+
+def test_gguf_files_stay_here_and_out_of_the_card_otherwise(exported):
+    source = planned(exported)
+    assert not source.files.keys() & FILES.keys()
+    assert set(source.excluded) >= FILES.keys()
+    assert b"gguf" not in source.files["README.md"]
+
+
+def test_gguf_files_that_do_not_exist_cannot_be_published(folder):
+    with pytest.raises(ValueError, match="has no GGUF files that can be published. Write them"):
+        planned(folder, gguf=True)
+
+
+def test_an_adapter_is_merged_before_its_gguf_files_are_published(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "kite.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="Merge it first: `normalign merge"):
+        planned(tmp_path, gguf=True)
+
+
+def test_a_local_path_in_a_gguf_file_is_refused(exported):
+    (exported / "gguf" / "kite.gguf").write_bytes(b"GGUF\x03 made in " + str(exported).encode())
+    with pytest.raises(ValueError, match="gguf/kite.gguf, line 1: a local path"):
+        planned(exported, gguf=True)
