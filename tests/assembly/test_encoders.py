@@ -31,7 +31,7 @@ PATCHES = 4  # 2 x 2 in images of 16 pixels
 PICTURE = Image.linear_gradient("L").convert("RGB")
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
 SEVERAL = "RADIO"  # with the most tokens before its patches
-IN_MAKE_TEST = ("MetaCLIP 2", "DeiT", "DINOv3", "I-JEPA", "InternViT", "data2vec", SEVERAL)
+IN_MAKE_TEST = ("MetaCLIP 2", "DINOv3", "InternViT", "data2vec", SEVERAL)
 
 
 def ask(processor):
@@ -199,13 +199,16 @@ def test_a_llava_whose_encoder_has_registers_keeps_them(tmp_path):
         assert torch.equal(model(**inputs).logits, stock(**inputs).logits)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_encoder_takes_the_dtype_of_the_checkpoint(tmp_path, dtype):
-    build(tmp_path, SEVERAL, dtype=dtype)
+@pytest.mark.parametrize("stored, dtype", [("float32", "bfloat16"), ("float16", "float32")])
+def test_an_encoder_takes_the_dtype_of_the_checkpoint(tmp_path, stored, dtype):
+    vision = tiny_encoders.save(tmp_path / "vision", SEVERAL)
+    AutoModel.from_pretrained(vision, dtype=stored).save_pretrained(vision)
+    language = parts.language(tmp_path / "language")
+    build_checkpoint(vision, language, tmp_path / "built", dtype=dtype)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
-    assert model.model.vision_tower.dtype == getattr(torch, dtype)
-    assert model.config.vision_config.dtype == getattr(torch, dtype)
-    inputs = ask(AutoProcessor.from_pretrained(tmp_path / "built")).to(getattr(torch, dtype))
+    expected = getattr(torch, dtype)
+    assert model.model.vision_tower.dtype == model.config.vision_config.dtype == expected
+    inputs = ask(AutoProcessor.from_pretrained(tmp_path / "built")).to(expected)
     assert model.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
 
 
@@ -301,7 +304,7 @@ def test_a_configuration_shows_that_an_encoder_does_not_fit(tmp_path, config, re
         require_vision_config(open_checkpoint(tmp_path))
 
 
-def test_an_encoder_with_damaged_weights_is_refused(tmp_path):
+def test_an_encoder_with_damaged_weights_is_refused():
     tower = transformers.CLIPVisionModel(tiny.vision_config("clip"))
     with torch.no_grad():
         tower.encoder.layers[1].mlp.fc2.bias[0] = torch.nan
@@ -310,8 +313,15 @@ def test_an_encoder_with_damaged_weights_is_refused(tmp_path):
     assert token_layout(tower, (16, 16), 1, "damaged").prefix == 1  # before the damage
 
 
-def test_patches_that_do_not_see_their_pixels_are_refused(tmp_path):
-    """Its last layer's output is replaced by zeros, as an encoder without weights has it."""
+def test_pixels_beyond_the_last_patch_are_no_patch():
+    """As in SigLIP of patches of 14 and images of 384 pixels."""
+    config = transformers.SiglipVisionConfig(**SIZES | {"image_size": 20}, vision_use_head=False)
+    tower = transformers.SiglipVisionModel(config)
+    layout = token_layout(tower, (20, 20), [-2, 1], "SigLIP")
+    assert (layout.prefix, layout.patches, layout.patch_size) == (0, PATCHES, 8)
+
+
+def test_patches_that_do_not_see_their_pixels_are_refused():
     tower = transformers.SiglipVisionModel(tiny.vision_config("siglip"))
     with torch.no_grad():
         tower.embeddings.patch_embedding.weight.zero_()
