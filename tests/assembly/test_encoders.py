@@ -295,6 +295,7 @@ def test_an_encoder_whose_tokens_are_no_grid_is_refused_with_the_reason(tmp_path
     [
         (transformers.OwlViTVisionConfig(**SIZES), "AutoModel has no class for it"),
         (transformers.BertConfig(), "it reads input_ids, not pixel_values"),
+        (transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224"), "no hidden_size"),
         (transformers.ViTConfig(patch_size=[8, 4]), r"patch_size is \[8, 4\]"),
     ],
 )
