@@ -15,6 +15,7 @@ from transformers import (
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
+    BaseImageProcessor,
     LlavaProcessor,
 )
 
@@ -167,10 +168,7 @@ def build_checkpoint(
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
         has_marks = set_chat_template(tokenizer, options.chat_template)
-        image_processor = vision_part.preprocessor(AutoImageProcessor)
-        with refuse_unreadable(f"The image processor of {vision}"):
-            image_processor = plain_image_processor(image_processor)
-            pixel_size = fix_size(image_processor)
+        image_processor, pixel_size = _image_processor(vision_part)
         tower = load_encoder(vision_part, encoder)
         layout = token_layout(tower, pixel_size, feature_layer, vision)
         strategy = layout.strategy(options.select_strategy)
@@ -242,6 +240,14 @@ def retrofit_checkpoint(
         return _finish(
             _Built(model, processor, layout, opened, opened, arm, has_marks), folder, output
         )
+
+
+def _image_processor(vision: Checkpoint) -> tuple[BaseImageProcessor, tuple[int, int]]:
+    """Returns an encoder's image processor, and height and width of all images that it makes."""
+    image_processor = vision.preprocessor(AutoImageProcessor)
+    with refuse_unreadable(f"The image processor of {vision.name}"):
+        image_processor = plain_image_processor(image_processor)
+        return image_processor, fix_size(image_processor)
 
 
 def _check_arm(arm: str, norm: str) -> dict[str, str]:
