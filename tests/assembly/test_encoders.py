@@ -82,7 +82,7 @@ def test_the_patches_are_selected_and_what_is_before_them_is_not(tmp_path, name)
 STRANGER = """
 import json, torch, traceback
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 def answer(folder, messages):
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
@@ -93,7 +93,12 @@ def answer(folder, messages):
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].tolist()
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+    # As vLLM: the base class in bfloat16, and as many features as the processor counts.
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    pixels = inputs["pixel_values"].bfloat16()
+    features = base.get_image_features(pixel_values=pixels).pooler_output
     counted = processor._get_num_multimodal_tokens([(256, 256)])["num_image_tokens"]
+    counted.append(len(torch.cat(list(features))))
     return type(model).__module__.split(".")[0], logits, ids, counted
 
 for line in sys.stdin:
@@ -139,7 +144,7 @@ def test_an_encoder_is_built_and_trained_and_a_stranger_answers_the_same(tmp_pat
     assert any("patch" in parameter for parameter in moved)  # the encoder's first layer
     trainer.save_model()
     module, logits, ids, counted = stranger(tmp_path / "trained")
-    assert module == "transformers_modules" and counted == [PATCHES]
+    assert module == "transformers_modules" and counted == [PATCHES, PATCHES]
     inputs = ask(AutoProcessor.from_pretrained(tmp_path / "trained"))
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
     for model in (trainer.model.eval(), again):
