@@ -11,62 +11,101 @@ from paths import DOCS, ROOT
 
 pytestmark = pytest.mark.slow
 
-FOLDER = ROOT / "benchmarks"
-
-
-NORM = "norm.py --tokens 8 --widths 32 64 --rounds 2 --no-compile"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("words", [NORM, "memory.py --shapes tiny --methods full"])
-def test_figures_are_written(prepared, tmp_path, words):
-    done = prepared.run([*f"{FOLDER}/{words} --output".split(), tmp_path / "figures.json"])
-    assert done.returncode == 0, done.stderr[-3000:]
-    written = json.loads((tmp_path / "figures.json").read_text())
-    assert " ".join(written["machine"]) == "processor cores accelerator torch transformers trl"
-    assert all(re.match(r"\d+(\.\d+)?(%| |,|$)", row[2]) for row in written["rows"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("norm.py --tokens 8 --widths 32 64 --rounds 2 --no-compile", id="norm"),
+        pytest.param("memory.py --shapes tiny --methods full", id="memory"),
+    ],
+)
+def test_figures_are_written(prepared, tmp_path, command):
+    script, *options = command.split()
+    output = tmp_path / "figures.json"
+    ended = prepared.run([f"{BENCHMARKS}/{script}", *options, "--output", output])
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    written = json.loads(output.read_text())
+    expected = "processor cores accelerator torch transformers trl"
+    assert " ".join(written["machine"]) == expected
+    for table_row in written["rows"]:
+        assert re.match(r"\d+(\.\d+)?(%| |,|$)", table_row[2])
 
 
 @pytest.mark.nightly
 def test_the_checks_of_a_gpu_run_on_a_cpu(prepared, tmp_path):
     """All of them but tests, and those that train for minutes."""
     pytest.importorskip("bitsandbytes")
-    only = "^(norm|recipe qlora|merge|ask in 4 bits)$"
     output = tmp_path / "checks.json"
-    words = ["--device", "cpu", "--only", only, "--output", output]
-    done = prepared.run([FOLDER / "check_gpu.py", *words])
+    ended = prepared.run(
+        [
+            BENCHMARKS / "check_gpu.py",
+            *("--device", "cpu"),
+            *("--only", "^(norm|recipe qlora|merge|ask in 4 bits)$"),
+            *("--output", output),
+        ]
+    )
     checks = json.loads(output.read_text())["checks"]
-    states = {row["check"]: row["status"] for row in checks}
-    assert done.returncode == 0, checks
-    assert states.keys() >= {"norm", "recipe qlora", "merge", "ask in 4 bits"}
-    assert {*states.values()} == {"ok"}, checks
+    assert ended.returncode == 0, checks
+    statuses = {check["check"]: check["status"] for check in checks}
+    assert statuses.keys() >= {"norm", "recipe qlora", "merge", "ask in 4 bits"}
+    assert set(statuses.values()) == {"ok"}, checks
+
+
+@pytest.fixture(scope="module")
+def dry_run(prepared):
+    """Runs recipes without data, and returns the memory that each takes, in GiB as it is shown."""
+
+    def run_recipes(*options):
+        ended = prepared.run([BENCHMARKS / "dry_runs.py", *options])
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        memory = {}
+        for output in ended.stdout.split("\n== ")[1:]:
+            title = output.splitlines()[0]
+            memory[title] = re.search(r"(?:Fits|Does not fit): ([\d.]+) GiB", output)[1]
+        return memory
+
+    return run_recipes
 
 
 @pytest.mark.nightly
-def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
-    said = {}
-    for words in ([], ["--recipes", "align-qwen2.5-7b", "--load_in_4bit", "true"]):
-        done = prepared.run([FOLDER / "dry_runs.py", *words])
-        assert done.returncode == 0, done.stderr[-3000:]
-        for run in done.stdout.split("\n== ")[1:]:
-            said[run.splitlines()[0]] = re.search(r"(?:Fits|Does not fit): ([\d.]+) GiB", run)[1]
+def test_the_recipes_take_at_true_size_what_the_page_says(dry_run):
+    memory = dry_run()
+    quantized_memory = dry_run("--recipes", "align-qwen2.5-7b", "--load_in_4bit", "true")
     page = (DOCS / "train.md").read_text()
-    stage_1 = said["align-qwen2.5-7b"]
-    in_4_bits = said.pop("align-qwen2.5-7b --load_in_4bit true")
-    assert f"{stage_1} GiB; with `--load_in_4bit` {in_4_bits} GiB |" in page
-    assert all(re.search(rf"\[`{recipe}`\].* {size} GiB", page) for recipe, size in said.items())
-    assert float(stage_1) <= 19 and float(in_4_bits) <= 12 and float(said["qlora"]) < 10
+    for recipe, gibibytes in memory.items():
+        assert re.search(rf"\[`{recipe}`\].* {gibibytes} GiB", page)
+
+    align = memory["align-qwen2.5-7b"]
+    quantized_align = quantized_memory["align-qwen2.5-7b --load_in_4bit true"]
+    assert f"{align} GiB; with `--load_in_4bit` {quantized_align} GiB |" in page
+    assert float(align) <= 19
+    assert float(quantized_align) <= 12
+    assert float(memory["qlora"]) < 10
 
 
-def test_a_step_that_scores_all_positions_is_taken_on_a_cpu(tmp_path):
-    """The adapters' B is 0 before the first step."""
+@pytest.mark.parametrize(
+    ("variant", "only_answers"),
+    [
+        (step.ALL_SCORED, False),
+        (step.OURS, True),
+    ],
+)
+def test_a_step_that_scores_all_positions_is_taken_on_a_cpu(tmp_path, variant, only_answers):
     step.random_checkpoint(tmp_path, "tiny")
-    step.write_rows(tmp_path, 32, [(1, 9)] * 2)
+    step.write_rows(tmp_path, 32, [(1, 9), (1, 9)])
     options = argparse.Namespace(batch=1, bf16=False, device="cpu")
-    for variant in (step.ALL_SCORED, step.OURS):
-        trainer = step.make_trainer(variant, tmp_path, options, 1)
-        trainer.train()
-        assert trainer.model.get_base_model().only_answers == (variant == step.OURS)
-        weights = dict(trainer.model.named_parameters())
-        moved = [value.any().item() for name, value in weights.items() if "lora_B" in name]
-        assert moved and all(moved)
+    trainer = step.make_trainer(variant, tmp_path, options, 1)
+    trainer.train()
+    assert trainer.model.get_base_model().only_answers == only_answers
+
+    second_factors = []
+    for parameter_name, parameter in trainer.model.named_parameters():
+        if "lora_B" in parameter_name:
+            second_factors.append(parameter)
+    assert second_factors
+    # Before the first step they are 0.
+    for parameter in second_factors:
+        assert parameter.any()

@@ -156,6 +156,9 @@ class DataArguments:
     shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")
 
     def __post_init__(self):
+        self.dataset_name = _with_home(self.dataset_name)
+        self.eval_dataset_name = _with_home(self.eval_dataset_name)
+        self.image_folder = _with_home(self.image_folder)
         check_choices(self)
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"

@@ -21,119 +21,225 @@ from normalign_llava.diagnose.measure.attention import (
 NO_TEXT = {PAD, BOS, EOS, START, END, IMAGE, *INDICATORS}
 
 
-def ask(model, batch, **kwargs):
-    return attention_maps(model, batch, question="What is this?", **kwargs)
+def ask(model, batch, **options):
+    return attention_maps(model, batch, question="What is this?", **options)
 
 
-def alone(name, batch):
+def second_sequence(family, batch):
     """The second sequence of a family's batch, without padding."""
-    kept = batch["attention_mask"][1].bool()
-    pixels = batch["pixel_values"]
-    one = {key: value[1:] for key, value in batch.items()}
-    one |= {key: value[:, kept] for key, value in one.items() if value.shape[:2] == (1, len(kept))}
+    is_token = batch["attention_mask"][1].bool()
+    sequence = {}
+    for name, value in batch.items():
+        values = value[1:]
+        if values.shape[:2] == (1, len(is_token)):
+            values = values[:, is_token]
+        sequence[name] = values
     if "image_grid_thw" in batch:
-        one["pixel_values"] = pixels[batch["image_grid_thw"][0].prod() :]
-    elif name in ("idefics3", "smolvlm"):  # the first has two images
-        one |= {key: one[key][:, :1] for key in ("pixel_values", "pixel_attention_mask")}
-    return one
+        first_patches = batch["image_grid_thw"][0].prod()
+        sequence["pixel_values"] = batch["pixel_values"][first_patches:]
+    elif family in ("idefics3", "smolvlm"):
+        # The first sequence has two images, and the second is padded to two.
+        for name in ("pixel_values", "pixel_attention_mask"):
+            sequence[name] = sequence[name][:, :1]
+    return sequence
 
 
 def reference(model, batch, no_text=NO_TEXT):
     """Maps, image shares and entropies by layer, of an eager copy, with plain float64 sums."""
-    eager = copy.deepcopy(model)
-    eager.set_attn_implementation({"text_config": "eager"})
+    eager_model = copy.deepcopy(model)
+    eager_model.set_attn_implementation({"text_config": "eager"})
     with torch.no_grad():
-        attentions = eager(**batch, output_attentions=True, use_cache=False).attentions
-    ids = batch["input_ids"][0].tolist()
-    attended = batch["attention_mask"][0].tolist()
-    visual = [i for i, token in enumerate(ids) if token == IMAGE]
-    asking = [i for i in range(visual[-1] + 1, len(ids)) if attended[i] and ids[i] not in no_text]
+        outputs = eager_model(**batch, output_attentions=True, use_cache=False)
+    image_positions, asking_positions = positions_in(batch, no_text)
     maps = []
-    shares = []
+    image_shares = []
     entropies = []
-    for attention in attentions:
+    for attention in outputs.attentions:
         heads = attention[0].double().tolist()
-        if not any(head[asking[-1]][visual[0]] for head in heads):
-            continue  # its sliding window ends within the image
-        count = len(heads) * len(asking)
-        seen = [sum(head[q][v] for head in heads for q in asking) / count for v in visual]
-        shares.append(sum(seen))
-        maps.append([value / sum(seen) for value in seen])
-        entropies.append(-sum(p * math.log(p) for p in maps[-1] if p) / math.log(len(visual)))
-    return maps, shares, entropies
+        last_asking = asking_positions[-1]
+        first_visual = image_positions[0]
+        if not any(head[last_asking][first_visual] for head in heads):
+            # The layer's sliding window ends within the image.
+            continue
+        weights = mean_weights(heads, asking_positions, image_positions)
+        image_share = sum(weights)
+        layer_map = [weight / image_share for weight in weights]
+        image_shares.append(image_share)
+        maps.append(layer_map)
+        entropies.append(entropy(layer_map) / math.log(len(image_positions)))
+    return maps, image_shares, entropies
+
+
+def positions_in(batch, no_text):
+    """Positions of visual tokens, and of the text that asks after the last of them."""
+    token_ids = batch["input_ids"][0].tolist()
+    attended = batch["attention_mask"][0].tolist()
+    image_positions = []
+    for position, token_id in enumerate(token_ids):
+        if token_id == IMAGE:
+            image_positions.append(position)
+    asking_positions = []
+    for position in range(image_positions[-1] + 1, len(token_ids)):
+        if attended[position] and token_ids[position] not in no_text:
+            asking_positions.append(position)
+    return image_positions, asking_positions
+
+
+def mean_weights(heads, asking_positions, image_positions):
+    """The mean weight of each visual token over heads and asking tokens."""
+    count = len(heads) * len(asking_positions)
+    weights = []
+    for image_position in image_positions:
+        total = 0
+        for head in heads:
+            for asking_position in asking_positions:
+                total += head[asking_position][image_position]
+        weights.append(total / count)
+    return weights
+
+
+def entropy(shares):
+    return -sum(share * math.log(share) for share in shares if share)
 
 
 def assert_as_the_reference(measured, expected):
-    maps, shares, entropies = expected
-    for rows, values in zip(measured.maps, maps, strict=True):
-        assert sum(rows, []) == pytest.approx(values, abs=1e-6)
-    assert measured.image_share == pytest.approx(shares, abs=1e-6)
-    assert measured.entropy == pytest.approx(entropies, abs=1e-6)
+    expected_maps, expected_shares, expected_entropies = expected
+    for layer_map, expected_map in zip(measured.maps, expected_maps, strict=True):
+        assert sum(layer_map, []) == pytest.approx(expected_map, abs=1e-6)
+    assert measured.image_share == pytest.approx(expected_shares, abs=1e-6)
+    assert measured.entropy == pytest.approx(expected_entropies, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_maps_are_those_that_the_model_returns(name):
-    model, batch = make(name)
-    batch = alone(name, batch)
-    measured = ask(model, batch, special_ids=[START, END])
-    assert_as_the_reference(measured, reference(model, batch))
-    assert name == "gemma3" or measured.layers == list(range(1, LAYERS + 1))
-    # Two by two patches of an image grid are one token; tiles and newlines form no grid.
-    has_grid = "image_sizes" not in batch and name != "ovis2"
-    grid = ((2, 3) if "image_grid_thw" in batch else (2, 2)) if has_grid else None
+def expected_grid(family, batch):
+    """Tiles and newlines form no grid; two by two patches of an image grid are one token."""
+    if "image_sizes" in batch or family == "ovis2":
+        return None
+    if "image_grid_thw" in batch:
+        return (2, 3)
+    return (2, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_maps_are_the_ones_that_the_model_returns(family):
+    model, batch = make(family)
+    sequence = second_sequence(family, batch)
+    measured = ask(model, sequence, special_ids=[START, END])
+    assert_as_the_reference(measured, reference(model, sequence))
+    # Gemma 3 has layers whose window ends within the image.
+    if family != "gemma3":
+        assert measured.layers == list(range(1, LAYERS + 1))
+
+    grid = expected_grid(family, sequence)
     assert measured.grid == grid
     if grid is None:
-        assert measured.bottom_bias is None and all(len(rows) == 1 for rows in measured.maps)
-    else:  # the bottom third of two rows is two thirds of the lower one
-        assert all((len(rows), len(rows[0])) == grid for rows in measured.maps)
-        assert measured.bottom_bias == pytest.approx([2 * sum(rows[1]) for rows in measured.maps])
+        assert measured.bottom_bias is None
+        for layer_map in measured.maps:
+            assert len(layer_map) == 1
+    else:
+        expected_bias = []
+        for layer_map in measured.maps:
+            assert (len(layer_map), len(layer_map[0])) == grid
+            # The bottom third of two rows is two thirds of the lower one.
+            expected_bias.append(2 * sum(layer_map[1]))
+        assert measured.bottom_bias == pytest.approx(expected_bias)
 
 
-def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
+@pytest.fixture
+def qwen():
     model, batch = make("qwen2_5_vl")
-    batch = alone("qwen2_5_vl", batch)
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    return model, second_sequence("qwen2_5_vl", batch)
+
+
+def attention_implementations(model):
+    implementations = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            implementations[id(module.config)] = module.config._attn_implementation
+    return implementations
+
+
+def hook_count(model):
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_only_the_decoder_is_switched_to_eager_attention(qwen):
+    model, sequence = qwen
     decoder = model.get_decoder()
+    before = attention_implementations(model)
     during = []
 
-    def state():
-        return {key: config._attn_implementation for key, config in configs.items()}
+    def keep_implementations(module, inputs, output):
+        during.append(attention_implementations(model))
 
-    before = state()
-    hooks = sum(len(module._forward_hooks) for module in model.modules())
-    with decoder.layers[0].register_forward_hook(lambda *call: during.append(state())):
-        ask(model, batch)
-    changed = id(decoder.config)
-    assert before[changed] != "eager" and during == [{**before, changed: "eager"}]
+    with decoder.layers[0].register_forward_hook(keep_implementations):
+        ask(model, sequence)
+    decoder_config = id(decoder.config)
+    assert before[decoder_config] != "eager"
+    assert during == [{**before, decoder_config: "eager"}]
+    assert attention_implementations(model) == before
+
+
+def test_the_model_stays_as_it_was_after_an_error(qwen):
+    model, sequence = qwen
+    implementations = attention_implementations(model)
+    hooks_before = hook_count(model)
     model.train()
-    with pytest.raises(ZeroDivisionError), decoder.norm.register_forward_hook(lambda *call: 1 / 0):
-        ask(model, batch)
-    assert state() == before and all(module.training for module in model.modules())
-    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
+
+    def fail(module, inputs, output):
+        raise ZeroDivisionError
+
+    with model.get_decoder().norm.register_forward_hook(fail), pytest.raises(ZeroDivisionError):
+        ask(model, sequence)
+    assert attention_implementations(model) == implementations
+    for module in model.modules():
+        assert module.training
+    assert hook_count(model) == hooks_before
 
 
-def test_the_grid_of_an_image_and_its_bottom_third():
-    weights = [bottom_bias(row[:, None]) for row in torch.eye(4, dtype=torch.float64)]
-    assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)  # a row and a third of it
-    square, wide = ({"pixel_values": torch.zeros(1, 3, *size)} for size in ((336, 336), (32, 128)))
-    assert image_grid(square, 576) == (24, 24) and image_grid(square, 577) is None  # a class token
-    assert image_grid(wide, 16) == (2, 8)  # a square number of tokens, not a square
-    tall = {"pixel_values": torch.zeros(1, 3, 32, 16)}
-    assert image_grid(tall, 8) == (4, 2) and image_grid({}, 4) is None
-    flat = {"pixel_values": torch.zeros(1, 3, 16, 640)}
-    assert (
-        image_grid(flat, 4) is None
-        and image_grid({"pixel_values": torch.zeros(3, 8, 8)}, 4) is None
-    )
-    assert image_grid(wide, 9) is None  # a row of nine is no grid of an image four times as wide
-    assert image_grid({"image_grid_thw": torch.tensor([[1, 8, 4]])}, 8) == (4, 2)
+def test_the_bottom_third_of_four_rows_is_a_row_and_a_third():
+    biases = []
+    for column in torch.eye(4, dtype=torch.float64):
+        biases.append(bottom_bias(column[:, None]))
+    assert biases == pytest.approx([0, 0, 1, 3], abs=1e-12)
 
 
-def test_several_images_tiles_and_frames_form_no_grid_even_of_a_square_number():
-    for shape in ((4, 3, 16, 16), (1, 4, 3, 16, 16)):
-        assert image_grid({"pixel_values": torch.zeros(shape)}, 16) is None
-    for grids in ([[1, 4, 4]] * 4, [[4, 4, 4]]):
-        assert image_grid({"image_grid_thw": torch.tensor(grids)}, 16) is None
+@pytest.mark.parametrize(
+    ("shape", "token_count", "grid"),
+    [
+        pytest.param((1, 3, 336, 336), 576, (24, 24), id="square"),
+        pytest.param((1, 3, 336, 336), 577, None, id="square with a class token"),
+        # A square number of tokens does not make a square.
+        pytest.param((1, 3, 32, 128), 16, (2, 8), id="wide"),
+        pytest.param((1, 3, 32, 16), 8, (4, 2), id="tall"),
+        pytest.param((1, 3, 16, 640), 4, None, id="flat"),
+        pytest.param((3, 8, 8), 4, None, id="without a batch"),
+        # A row of nine is no grid of an image four times as wide.
+        pytest.param((1, 3, 32, 128), 9, None, id="wide with a row of tokens"),
+        pytest.param((4, 3, 16, 16), 16, None, id="several images"),
+        pytest.param((1, 4, 3, 16, 16), 16, None, id="tiles"),
+    ],
+)
+def test_the_grid_of_an_image_has_its_proportions(shape, token_count, grid):
+    batch = {"pixel_values": torch.zeros(shape)}
+    assert image_grid(batch, token_count) == grid
+
+
+def test_without_an_image_there_is_no_grid():
+    assert image_grid({}, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("grids", "token_count", "expected"),
+    [
+        pytest.param([[1, 8, 4]], 8, (4, 2), id="one image"),
+        pytest.param([[1, 4, 4]] * 4, 16, None, id="several images"),
+        pytest.param([[4, 4, 4]], 16, None, id="frames"),
+    ],
+)
+def test_the_grid_of_patches_is_of_one_image(grids, token_count, expected):
+    """Several images and frames form no grid, even of a square number of tokens."""
+    batch = {"image_grid_thw": torch.tensor(grids)}
+    assert image_grid(batch, token_count) == expected
 
 
 @pytest.mark.parametrize("family", ["aria", "idefics2"])
@@ -141,10 +247,16 @@ def test_learned_queries_form_no_grid(family):
     model = tiny.llava()
     batch = tiny.inputs()
     assert ask(model, batch).grid == (2, 2)
-    model.config.model_type = family  # whose visual tokens are learned queries
+
+    # Visual tokens of these families are learned queries.
+    model.config.model_type = family
     measured = ask(model, batch)
-    assert measured.grid is measured.bottom_bias is None
-    assert [(len(rows), len(rows[0])) for rows in measured.maps] == [(1, 4)] * 2
+    assert measured.grid is None
+    assert measured.bottom_bias is None
+    assert len(measured.maps) == 2
+    for layer_map in measured.maps:
+        (only_row,) = layer_map
+        assert len(only_row) == 4
 
 
 def test_a_single_visual_token_has_even_attention():
@@ -154,10 +266,13 @@ def test_a_single_visual_token_has_even_attention():
 def test_several_images_are_taken_together():
     model = tiny.model()
     batch = tiny.inputs(images=3)
-    ids = batch["input_ids"]  # of which words between two images do not ask
-    batch["input_ids"] = torch.cat([ids[:, :5], ids[:, -2:], ids[:, 5:-2]], dim=1)
+    # Words between two images do not ask.
+    token_ids = batch["input_ids"]
+    words_within = [token_ids[:, :5], token_ids[:, -2:], token_ids[:, 5:-2]]
+    batch["input_ids"] = torch.cat(words_within, dim=1)
     measured = ask(model, batch)
-    assert measured.grid is measured.bottom_bias is None
+    assert measured.grid is None
+    assert measured.bottom_bias is None
     assert_as_the_reference(measured, reference(model, batch))
 
 
@@ -167,47 +282,71 @@ def test_padding_and_special_tokens_do_not_ask(padding):
     batch = tiny.inputs(text=6)
     for name in ("input_ids", "attention_mask"):
         batch[name] = torch.nn.functional.pad(batch[name], padding)
-    special = {batch["input_ids"][0, -4].item()}
-    expected = reference(model, batch, NO_TEXT | special)
-    assert_as_the_reference(ask(model, batch, special_ids=special), expected)
+    special_ids = {batch["input_ids"][0, -4].item()}
+    measured = ask(model, batch, special_ids=special_ids)
+    expected = reference(model, batch, NO_TEXT | special_ids)
+    assert_as_the_reference(measured, expected)
 
 
 @pytest.mark.parametrize(("window", "layers"), [(8, [1]), (9, [1, 2])])
 def test_layers_whose_window_ends_within_the_image_are_left_out(window, layers):
-    options = dict(sliding_window=window, layer_types=["full_attention", "sliding_attention"])
-    text = tiny.text_config(cls=Qwen2Config, use_sliding_window=True, **options)
-    model = tiny.model(text=text)
-    batch = tiny.inputs()  # the image at 1 to 4, text at 5 to 9
+    text_config = tiny.text_config(
+        cls=Qwen2Config,
+        use_sliding_window=True,
+        sliding_window=window,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    model = tiny.model(text=text_config)
+    # The image is at 1 to 4, text at 5 to 9.
+    batch = tiny.inputs()
     measured = ask(model, batch)
     assert measured.layers == layers
     assert_as_the_reference(measured, reference(model, batch))
 
 
-@pytest.mark.parametrize("spoiled", [None, math.nan])
-def test_a_layer_without_a_map_or_with_nan_in_it_is_left_out(spoiled):
-    """The first is as of linear attention."""
+@pytest.mark.parametrize(
+    "make_weights",
+    [
+        pytest.param(lambda weights: None, id="none, as of linear attention"),
+        pytest.param(lambda weights: torch.full_like(weights, math.nan), id="nan"),
+    ],
+)
+def test_a_layer_without_a_map_or_with_nan_in_it_is_left_out(make_weights):
     model = tiny.model()
-    first = model.get_decoder().layers[0].self_attn
-    attend = first.forward
+    first_attention = model.get_decoder().layers[0].self_attn
+    original_forward = first_attention.forward
 
     def forward(*args, **kwargs):
-        output, shares = attend(*args, **kwargs)
-        return output, None if spoiled is None else torch.full_like(shares, spoiled)
+        output, weights = original_forward(*args, **kwargs)
+        return output, make_weights(weights)
 
-    first.forward = forward
+    first_attention.forward = forward
     assert ask(model, tiny.inputs()).layers == [2]
 
 
-def test_errors_say_what_to_do():
-    batch = tiny.inputs()
+def without_question(batch):
+    """The first five tokens: the image and nothing after it."""
+    cut = {name: batch[name][:, :5] for name in ("input_ids", "attention_mask")}
+    return batch | cut
+
+
+def test_a_batch_without_an_image_is_refused():
     with pytest.raises(ValueError, match="No text comes after an image"):
         ask(tiny.model(), tiny.inputs(images=0))
-    last = batch | {name: batch[name][:, :5] for name in ("input_ids", "attention_mask")}
-    short = tiny.model(text=tiny.text_config(cls=MistralConfig, sliding_window=8))
-    with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention"):
-        ask(short, batch)
-    two = {name: torch.cat([value, value]) for name, value in batch.items()}
-    with pytest.raises(ValueError, match="The batch has 2 sequences"):
-        ask(tiny.model(), two)
+
+
+def test_a_batch_without_a_question_after_the_image_is_refused():
     with pytest.raises(ValueError, match="No text comes after an image.*question after"):
-        ask(tiny.model(), last)
+        ask(tiny.model(), without_question(tiny.inputs()))
+
+
+def test_a_model_whose_windows_all_end_within_the_image_is_refused():
+    text_config = tiny.text_config(cls=MistralConfig, sliding_window=8)
+    with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention"):
+        ask(tiny.model(text=text_config), tiny.inputs())
+
+
+def test_several_sequences_are_refused():
+    two_sequences = {name: torch.cat([value, value]) for name, value in tiny.inputs().items()}
+    with pytest.raises(ValueError, match="The batch has 2 sequences"):
+        ask(tiny.model(), two_sequences)

@@ -57,67 +57,126 @@ def test_a_value_has_as_many_places_as_its_error(value, error, text):
 
 
 def test_a_mean_has_its_deviation():
-    assert (spread(Moments(71.784, 13.952, 5)), spread(None)) == ("71.78 ± 13.95", "–")
+    assert spread(Moments(71.784, 13.952, 5)) == "71.78 ± 13.95"
+    assert spread(None) == "–"
 
 
 def test_the_paper_s_ratios_are_of_its_tables_2_and_3():
-    by_hand = {"LLaVA-v1.5": 39.96 / 1.08, "Qwen-2.5-VL": 56.88 / 0.86, "KimiVL": 4.78 / 0.85}
-    by_hand |= {"GLM-4.1V": 4.58 / 0.80, "Ovis2.5": 64.0 / 1.38}
-    assert paper_ratios() == pytest.approx(by_hand)
+    expected = {
+        "LLaVA-v1.5": 39.96 / 1.08,
+        "Qwen-2.5-VL": 56.88 / 0.86,
+        "KimiVL": 4.78 / 0.85,
+        "GLM-4.1V": 4.58 / 0.80,
+        "Ovis2.5": 64.0 / 1.38,
+    }
+    assert paper_ratios() == pytest.approx(expected)
 
 
 def test_what_json_lacks_is_null_and_each_key_has_a_line():
     text = report_json({"values": [math.nan, 1.5, math.inf], "name": "ä"})
     assert json.loads(text) == {"values": [None, 1.5, None], "name": "ä"}
-    assert len(text.splitlines()) == 4 and "ä" in text
+    assert len(text.splitlines()) == 4
+    assert "ä" in text
 
 
-def rows(table):
-    return {row[0]: row[1:] for row in table["rows"]}
+def cells_by_label(table):
+    """The further cells of each row by its first cell."""
+    return {label: cells for label, *cells in table["rows"]}
 
 
-def test_tables_have_the_numbers_of_each_model_in_its_column():
-    tokens = {"visual": 1024, "newline": 3}
-    ours = diagnosed(1.02, "layer_norm", "ours", dtype="float32", layers=28, tokens=tokens)
-    made = tables_of([diagnosed(model="base"), ours])
-    (interface,), (gain,), (data,) = (made[name] for name in ("interface", "gain", "data"))
-    assert interface["columns"][1:] == data["columns"][1:] == ["base (baseline)", "ours"]
-    norms = rows(interface)
-    assert norms["visual tokens, as received"] == ["39.96 ± 45.58", "1.102 ± 0.02130"]
-    assert norms["input of the norm"] == ["–", "12.34 ± 5.678"]
-    assert norms["visual tokens / vocabulary"] == ["37.00", "1.020"]
-    assert norms["visual tokens / text in the data"] == ["32.38", "0.8927"]
-    assert norms["text as received / text as stored"] == ["1.000", "1.000"]
-    assert not any("newline" in label or "indicator" in label for label in norms)
-    assert "5.6 to 66" in interface["caption"] and interface["numeric"] == [False, True, True]
-    assert rows(gain) == {"ours": ["2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"]}
-    about = rows(data)
-    assert about["Norm after the projector"] == ["none", "layer_norm"]
-    assert about["Precision of the decoder"] == ["bfloat16", "float32"]
-    assert about["Layers L of the decoder"] == ["30", "28"]
-    assert about["Visual tokens"] == ["1,024", "1,024"]
-    assert about["Newline tokens"] == ["0", "3"] and "Indicator tokens" not in about
-    assert data["numeric"] == [False, False, False]
+@pytest.fixture
+def compared_tables():
+    """Tables of a model with the norm and of its baseline."""
+    report = diagnosed(
+        1.02,
+        "layer_norm",
+        "ours",
+        dtype="float32",
+        layers=28,
+        tokens={"visual": 1024, "newline": 3},
+    )
+    return tables_of([diagnosed(model="base"), report])
 
 
-def test_what_a_model_does_not_have_is_in_no_table():
-    """A norm without a bias, embeddings that were not read, and a baseline without a norm."""
+def test_the_table_of_the_interface_has_the_numbers_of_each_model_in_its_column(compared_tables):
+    (table,) = compared_tables["interface"]
+    assert table["columns"][1:] == ["base (baseline)", "ours"]
+    assert table["numeric"] == [False, True, True]
+    assert "5.6 to 66" in table["caption"]
+
+    cells = cells_by_label(table)
+    assert cells["visual tokens, as received"] == ["39.96 ± 45.58", "1.102 ± 0.02130"]
+    assert cells["input of the norm"] == ["–", "12.34 ± 5.678"]
+    assert cells["visual tokens / vocabulary"] == ["37.00", "1.020"]
+    assert cells["visual tokens / text in the data"] == ["32.38", "0.8927"]
+    assert cells["text as received / text as stored"] == ["1.000", "1.000"]
+    for label in cells:
+        assert "newline" not in label
+        assert "indicator" not in label
+
+
+def test_the_table_of_the_gain_has_the_model_with_the_norm(compared_tables):
+    (table,) = compared_tables["gain"]
+    expected_cells = ["2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"]
+    assert cells_by_label(table) == {"ours": expected_cells}
+
+
+def test_the_table_of_the_data_says_what_was_measured(compared_tables):
+    (table,) = compared_tables["data"]
+    assert table["columns"][1:] == ["base (baseline)", "ours"]
+    assert table["numeric"] == [False, False, False]
+
+    cells = cells_by_label(table)
+    assert cells["Norm after the projector"] == ["none", "layer_norm"]
+    assert cells["Precision of the decoder"] == ["bfloat16", "float32"]
+    assert cells["Layers L of the decoder"] == ["30", "28"]
+    assert cells["Visual tokens"] == ["1,024", "1,024"]
+    assert cells["Newline tokens"] == ["0", "3"]
+    assert "Indicator tokens" not in cells
+
+
+def test_a_norm_without_a_bias_has_none_in_the_table_of_the_gain():
     gain = Gain(2.0, 0.5, None, 0.25, 1.5, None)
-    ours = diagnosed(1.02, "rms_norm", "ours", gain=gain, embeddings=None)
-    made = tables_of([diagnosed(model="base", embeddings=None), ours])
-    assert rows(made["gain"][0]) == {"ours": ["2.000", "0.5000", "–", "0.2500", "1.500", "–"]}
-    assert made["gain"][0]["numeric"] == [False, *[True] * 6] and made["embeddings"] == []
+    report = diagnosed(1.02, "rms_norm", "ours", gain=gain)
+    (table,) = tables_of([diagnosed(model="base"), report])["gain"]
+    assert cells_by_label(table) == {"ours": ["2.000", "0.5000", "–", "0.2500", "1.500", "–"]}
+    assert table["numeric"] == [False, True, True, True, True, True, True]
 
 
-def test_tables_of_a_model_alone():
-    read = embeddings_of("Tiny", [(7, None, 2.5), (8, " a", 2.0), (9, "", 1.0)])
-    unknown = diagnosed(embeddings=read, data=None, tokens={"visual": 4, "newline": 2})
-    made = tables_of([unknown])
-    assert made["gain"] == [] and made["interface"][0]["columns"] == ["Tokens", "llava-baseline"]
-    (embeddings,) = made["embeddings"]
-    assert embeddings["rows"][:2] == [["7", "–", "2.500"], ["8", "' a'", "2.000"]]
-    assert embeddings["rows"][2:] == [["9", "''", "1.000"]]
-    assert embeddings["caption"].startswith("Tiny: 0.6908 ± 0.1610")
-    about = rows(made["data"][0])
-    assert about["Data"] == ["–"] and about["Newline tokens"] == ["2"]
-    assert "Text tokens" not in about
+def test_embeddings_that_were_not_read_have_no_table():
+    report = diagnosed(1.02, "rms_norm", "ours", embeddings=None)
+    baseline = diagnosed(model="base", embeddings=None)
+    assert tables_of([baseline, report])["embeddings"] == []
+
+
+@pytest.fixture
+def tables_of_one_model():
+    embeddings = embeddings_of("Tiny", [(7, None, 2.5), (8, " a", 2.0), (9, "", 1.0)])
+    tokens = {"visual": 4, "newline": 2}
+    return tables_of([diagnosed(embeddings=embeddings, data=None, tokens=tokens)])
+
+
+def test_tables_of_one_model_have_one_column_of_values(tables_of_one_model):
+    (table,) = tables_of_one_model["interface"]
+    assert table["columns"] == ["Tokens", "llava-baseline"]
+
+
+def test_a_model_without_the_norm_has_no_table_of_the_gain(tables_of_one_model):
+    assert tables_of_one_model["gain"] == []
+
+
+def test_the_table_of_embeddings_shows_texts_of_tokens_in_quotes(tables_of_one_model):
+    (table,) = tables_of_one_model["embeddings"]
+    assert table["rows"] == [
+        ["7", "–", "2.500"],
+        ["8", "' a'", "2.000"],
+        ["9", "''", "1.000"],
+    ]
+    assert table["caption"].startswith("Tiny: 0.6908 ± 0.1610")
+
+
+def test_kinds_of_token_that_do_not_occur_are_not_in_the_table_of_the_data(tables_of_one_model):
+    cells = cells_by_label(tables_of_one_model["data"][0])
+    assert cells["Data"] == ["–"]
+    assert cells["Newline tokens"] == ["2"]
+    assert "Text tokens" not in cells

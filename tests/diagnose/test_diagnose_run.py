@@ -31,115 +31,213 @@ pytestmark = pytest.mark.slow
 def root(tmp_path_factory):
     """ours/model, none/model, llava (of transformers), and their parts; images with questions."""
     folder = tmp_path_factory.mktemp("home_of_somebody")
-    for name, arm in (("ours", "gwc"), ("none", "none")):
-        training.checkpoint(folder / name, arm=arm)
+    training.checkpoint(folder / "ours", arm="gwc")
+    training.checkpoint(folder / "none", arm="none")
     processor = AutoProcessor.from_pretrained(folder / "ours" / "model")
     llava = tiny.llava()
     llava.config.image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     llava.save_pretrained(folder / "llava")
     processor.save_pretrained(folder / "llava")
-    images(folder / "images")
+    write_images(folder / "images")
     return folder
 
 
-def images(folder):
+def write_images(folder):
     folder.mkdir()
-    rows = [{"file_name": f"{number}.png", "question": f"is it {number}?"} for number in range(8)]
-    for number, row in enumerate(rows):
-        (folder / row["file_name"]).write_bytes(training.image(number))
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = []
+    for number in range(8):
+        file_name = f"{number}.png"
+        (folder / file_name).write_bytes(training.image(number))
+        row = {"file_name": file_name, "question": f"is it {number}?"}
+        lines.append(json.dumps(row) + "\n")
+    (folder / "metadata.jsonl").write_text("".join(lines))
+
+
+def write_dynamics(path):
+    steps = [
+        {"step": 0, "visual": [0.0, 0.9], "text": [0.4, 0.8]},
+        {"step": 10, "visual": [0.5, 0.9], "text": [0.4, 0.8]},
+    ]
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 @pytest.fixture(scope="module")
-def compared(root):
-    """Ours, as training leaves it, against the baseline; and the model's files before."""
-    model = root / "ours" / "model"
-    baseline = str(root / "none" / "model")
-    steps = [{"step": step, "visual": [step / 20, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
-    (model / "dynamics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    before = hashes(model)
-    return diagnose(str(model), against=baseline, data=str(root / "images"), samples=6), before
+def hashes_before(root):
+    """The files of the model, as training leaves it, before its diagnosis."""
+    model_folder = root / "ours" / "model"
+    write_dynamics(model_folder / "dynamics.jsonl")
+    return file_hashes(model_folder)
 
 
 @pytest.fixture(scope="module")
-def alone(root):
+def compared(root, hashes_before):
+    """The diagnosis of the model with the norm against the baseline."""
+    return diagnose(
+        str(root / "ours" / "model"),
+        against=str(root / "none" / "model"),
+        data=str(root / "images"),
+        samples=6,
+    )
+
+
+@pytest.fixture(scope="module")
+def of_llava(root):
+    """The diagnosis of a model without a baseline."""
     return diagnose(str(root / "llava"), data=str(root / "images"), samples=2)
 
 
-def hashes(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hash(path.read_bytes()) for path in files}
+def file_hashes(folder):
+    hashes = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            hashes[str(path.relative_to(folder))] = hash(path.read_bytes())
+    return hashes
 
 
-def stored(folder):
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def read_stored(folder):
+    """The report in a folder, which may hold no NaN."""
     return json.loads((folder / "report.json").read_bytes(), parse_constant=pytest.fail)
 
 
-def listed(content):
+def listed_files(content):
     """Names of all files that a report speaks of."""
-    names = {"report.json", "report.html", *(figure["file"] for figure in content["figures"])}
-    for model in filter(None, (content["report"], content["against"])):
-        names |= {answer["image"] for answer in model["attention"] if answer["image"]}
+    names = {"report.json", "report.html"}
+    for figure in content["figures"]:
+        names.add(figure["file"])
+    for model in (content["report"], content["against"]):
+        if model:
+            names |= {answer["image"] for answer in model["attention"] if answer["image"]}
     return names
 
 
-def cli(*arguments):
-    result = CliRunner().invoke(app, ["diagnose", *map(str, arguments)], env={"COLUMNS": "1000"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+def run_command(*arguments):
+    command = ["diagnose", *[str(argument) for argument in arguments]]
+    outcome = CliRunner().invoke(app, command, env={"COLUMNS": "1000"})
+    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.exception
+    return outcome
 
 
 def test_the_report_holds_what_the_api_returned(compared):
-    diagnosis = compared[0]
-    content = stored(compared[0].folder)
-    assert content["schema_version"] == report.SCHEMA_VERSION == 2
-    finite = json.loads(json.dumps(asdict(diagnosis), default=str), parse_constant=lambda _: None)
-    assert finite.pop("folder") == str(diagnosis.folder) and content == {**content, **finite}
-    provenance = content["provenance"]
-    ours = diagnosis.report
-    none = diagnosis.against
-    assert provenance["first question"] == ours.attention[0].question
-    assert provenance["torch"] == version("torch") and provenance["samples asked for"] == "6"
-    assert not [name for name in provenance if "revision" in name]  # of folders
+    content = read_stored(compared.folder)
+    assert content["schema_version"] == 2
+    assert report.SCHEMA_VERSION == 2
 
-    assert (ours.norm, none.norm, ours.samples, none.samples) == ("layer_norm", "none", 6, 6)
-    assert ours.data == none.data == "images"
-    assert ours.tokens == none.tokens and ours.tokens["visual"] == 24
-    assert ours.tokens["special"] == 6 * 3  # two turns begin and one ends
-    assert ours.interface.ratio == pytest.approx(1, abs=1e-4) and none.interface.ratio > 10
-    assert ours.gain.distance == pytest.approx(0, abs=1e-6) and none.gain is None
-    questions = [answer.question for answer in ours.attention]
-    assert questions == [answer.question for answer in none.attention] and len(questions) == 6
-    drawn = [bool(answer.maps and answer.image) for answer in ours.attention]
-    assert drawn == [True] * 4 + [False] * 2 and ours.left_out == none.left_out == []
-    assert [step["visual"] for step in content["report"]["dynamics"]] == [[0.0, 0.9], [0.5, 0.9]]
-    decode = AutoProcessor.from_pretrained(diagnosis.folder.parent).tokenizer.decode
-    assert all(row.text == decode([row.id]) for row in ours.embeddings.top)
+    # Constants of JavaScript, as NaN, are stored as null.
+    returned = json.dumps(asdict(compared), default=str)
+    expected = json.loads(returned, parse_constant=lambda constant: None)
+    assert expected.pop("folder") == str(compared.folder)
+    for name, value in expected.items():
+        assert content[name] == value, name
 
 
-def test_every_file_is_listed_the_model_as_it_was_and_nobody_named(compared, alone, root):
-    diagnosis, before = compared
-    for folder in (diagnosis.folder, alone.folder):
-        assert {path.name for path in folder.iterdir()} == listed(stored(folder))
-        for path in folder.iterdir():
-            assert root.name.encode() not in path.read_bytes(), path.name
-        page = re.sub(r"base64,[^\"]*", "", (folder / "report.html").read_text(encoding="utf-8"))
-        for text in (page, (folder / "report.json").read_text(encoding="utf-8")):
-            assert not re.search(r"(^|[\s\"'(=])(/|~/|file:)(tmp|home|root|Users|var|work)\b", text)
-    names = {"dynamics.png", "attention_4.png", "image_4.png", "baseline_image_4.png"}
-    assert names <= listed(stored(diagnosis.folder))
-    after = hashes(diagnosis.folder.parent)
-    assert {name: after[name] for name in after if not name.startswith("diagnostics/")} == before
+def test_the_provenance_has_versions_and_options_and_no_revision_of_folders(compared):
+    provenance = read_stored(compared.folder)["provenance"]
+    assert provenance["first question"] == compared.report.attention[0].question
+    assert provenance["torch"] == version("torch")
+    assert provenance["samples asked for"] == "6"
+    for name in provenance:
+        assert "revision" not in name
 
 
-def test_files_of_a_diagnosis_are_those_beside_its_report_with_its_names(tmp_path):
-    drawn = ["interface", "norms", "cosine", "rotation", "dynamics", "attention_12", "image_1"]
-    ours = {"report.html", "baseline_image_2.png", *(f"{name}.png" for name in drawn)}
-    for name in (*ours, "notes.png", "norms.svg", "attention_a.png", "image_1.png.txt"):
+def test_both_models_are_measured_on_the_same_samples(compared):
+    measured = compared.report
+    baseline = compared.against
+    assert measured.norm == "layer_norm"
+    assert baseline.norm == "none"
+    assert measured.samples == 6
+    assert baseline.samples == 6
+    assert measured.data == "images"
+    assert baseline.data == "images"
+    assert measured.tokens == baseline.tokens
+    assert measured.tokens["visual"] == 24
+    # Two turns begin and one ends.
+    assert measured.tokens["special"] == 6 * 3
+    assert measured.left_out == []
+    assert baseline.left_out == []
+
+
+def test_the_norm_brings_the_ratio_to_one(compared):
+    measured = compared.report
+    baseline = compared.against
+    assert measured.interface.ratio == pytest.approx(1, abs=1e-4)
+    assert baseline.interface.ratio > 10
+    assert measured.gain.distance == pytest.approx(0, abs=1e-6)
+    assert baseline.gain is None
+
+
+def test_both_models_are_asked_the_same_questions_and_four_are_drawn(compared):
+    answers = compared.report.attention
+    questions = [answer.question for answer in answers]
+    assert questions == [answer.question for answer in compared.against.attention]
+    assert len(questions) == 6
+    drawn = [bool(answer.maps and answer.image) for answer in answers]
+    assert drawn == [True, True, True, True, False, False]
+
+
+def test_dynamics_and_texts_of_tokens_are_in_the_report(compared):
+    dynamics = read_stored(compared.folder)["report"]["dynamics"]
+    assert [step["visual"] for step in dynamics] == [[0.0, 0.9], [0.5, 0.9]]
+    tokenizer = AutoProcessor.from_pretrained(compared.folder.parent).tokenizer
+    for token in compared.report.embeddings.top:
+        assert token.text == tokenizer.decode([token.id])
+
+
+@pytest.mark.parametrize("diagnosis_name", ["compared", "of_llava"])
+def test_every_file_is_listed_and_nobody_named(diagnosis_name, root, request):
+    folder = request.getfixturevalue(diagnosis_name).folder
+    assert names_in(folder) == listed_files(read_stored(folder))
+    for path in folder.iterdir():
+        assert root.name.encode() not in path.read_bytes(), path.name
+
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    page_without_images = re.sub(r"base64,[^\"]*", "", page)
+    stored_text = (folder / "report.json").read_text(encoding="utf-8")
+    own_path = re.compile(r"(^|[\s\"'(=])(/|~/|file:)(tmp|home|root|Users|var|work)\b")
+    assert not own_path.search(page_without_images)
+    assert not own_path.search(stored_text)
+
+
+def test_dynamics_and_images_of_both_models_are_drawn(compared):
+    assert {
+        "dynamics.png",
+        "attention_4.png",
+        "image_4.png",
+        "baseline_image_4.png",
+    } <= listed_files(read_stored(compared.folder))
+
+
+def test_the_model_stays_as_it_was(compared, hashes_before):
+    hashes_after = {}
+    for name, file_hash in file_hashes(compared.folder.parent).items():
+        if not name.startswith("diagnostics/"):
+            hashes_after[name] = file_hash
+    assert hashes_after == hashes_before
+
+
+def test_files_of_a_diagnosis_are_the_ones_beside_its_report_with_its_names(tmp_path):
+    own_names = {
+        "report.html",
+        "baseline_image_2.png",
+        "interface.png",
+        "norms.png",
+        "cosine.png",
+        "rotation.png",
+        "dynamics.png",
+        "attention_12.png",
+        "image_1.png",
+    }
+    other_names = {"notes.png", "norms.svg", "attention_a.png", "image_1.png.txt"}
+    for name in own_names | other_names:
         (tmp_path / name).write_text("")
-    assert run._written(tmp_path) == set()  # there is no report
+    # There is no report.
+    assert run._written(tmp_path) == set()
+
     (tmp_path / "report.json").write_text("{}")
-    assert run._written(tmp_path) == ours | {"report.json"}
+    assert run._written(tmp_path) == own_names | {"report.json"}
 
 
 @pytest.mark.parametrize("line", ["{", '{"visual": 0.1}', "3"])
@@ -150,60 +248,98 @@ def test_dynamics_that_training_did_not_write_are_named(tmp_path, line):
         read_dynamics(tmp_path / DYNAMICS)
 
 
-def test_where_a_diagnosis_is_written_and_how_its_models_are_opened(tmp_path, monkeypatch):
-    opened = []
-    folders = []
+class Stopped(Exception):
+    """Raised where the diagnosis would write its folder."""
+
+
+@pytest.fixture
+def stopped_diagnosis(tmp_path, monkeypatch):
+    """Keeps how models are opened and where the diagnosis would go, and stops before it."""
+    calls = SimpleNamespace(opened=[], folders=[])
 
     def resolve(model, **options):
-        opened.append((model, options))
+        calls.opened.append((model, options))
         return SimpleNamespace(name=model, processor="processor")
 
     def stop(folder, *args):
-        folders.append(folder)
-        raise ValueError("so far")
+        calls.folders.append(folder)
+        raise Stopped
 
     monkeypatch.setattr(run, "resolve_model", resolve)
     monkeypatch.setattr(run, "finished_folder", stop)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    adapted = {"base": "there", "base_quantization": "none"}
     monkeypatch.setenv("HOME", str(tmp_path))
-    asked = [("bea/model", None), ("here", None), ("here", "out")]
-    for model, output in (*asked, ("~/here", None), ("here", "~/out")):
-        with pytest.raises(ValueError, match="so far"):
-            diagnose(model, against="other", output=output, trust_remote_code=True, **adapted)
-    expected = ["diagnostics/bea/model", "here/diagnostics", "out", "here/diagnostics", "out"]
-    assert folders == [tmp_path / name for name in expected]
-    trusted = {"trust_remote_code": True}
-    assert opened[:2] == [("bea/model", trusted | adapted), ("other", trusted)]
+    (tmp_path / "here").mkdir()
+    return calls
 
 
-def measured(model, data, images, count=4, **loading):
-    drawn = load_samples(str(data), count)
-    options = run.DiagnosisOptions(str(model), batch_size=2, **loading)
-    return run._measure(resolve_model(str(model)), "m", images, options, drawn)
+@pytest.mark.parametrize(
+    ("model", "output", "expected"),
+    [
+        ("bea/model", None, "diagnostics/bea/model"),
+        ("here", None, "here/diagnostics"),
+        ("here", "out", "out"),
+        ("~/here", None, "here/diagnostics"),
+        ("here", "~/out", "out"),
+    ],
+)
+def test_where_a_diagnosis_is_written(stopped_diagnosis, tmp_path, model, output, expected):
+    with pytest.raises(Stopped):
+        diagnose(model, against="other", output=output)
+    assert stopped_diagnosis.folders == [tmp_path / expected]
+
+
+def test_how_the_models_of_a_diagnosis_are_opened(stopped_diagnosis):
+    with pytest.raises(Stopped):
+        diagnose(
+            "bea/model",
+            against="other",
+            trust_remote_code=True,
+            base="there",
+            base_quantization="none",
+        )
+    model_options = {
+        "trust_remote_code": True,
+        "base": "there",
+        "base_quantization": "none",
+    }
+    assert stopped_diagnosis.opened[:2] == [
+        ("bea/model", model_options),
+        ("other", {"trust_remote_code": True}),
+    ]
+
+
+def measure(model_folder, data_folder, image_path, **loading):
+    samples = load_samples(str(data_folder), 4)
+    options = run.DiagnosisOptions(str(model_folder), batch_size=2, **loading)
+    model = resolve_model(str(model_folder))
+    return run._measure(model, "m", image_path, options, samples)
 
 
 def test_where_attention_fails_the_questions_before_are_kept(root, tmp_path, monkeypatch):
-    asked = []
-    measure = run.attention_maps
+    questions = []
+    attention_maps = run.attention_maps
 
-    def maps(*args, **options):
-        asked.append(options["question"])
-        if len(asked) == 3:
+    def fail_at_the_third(*args, **options):
+        questions.append(options["question"])
+        if len(questions) == 3:
             raise RuntimeError("no memory\nfor heads")
-        return measure(*args, **options)
+        return attention_maps(*args, **options)
 
-    monkeypatch.setattr(run, "attention_maps", maps)
+    monkeypatch.setattr(run, "attention_maps", fail_at_the_third)
     monkeypatch.setattr(run, "QUESTIONS_DRAWN", 1)
-    report = measured(root / "llava", root / "images", tmp_path / "image")
-    assert [answer.question for answer in report.attention] == asked[:2] and len(asked) == 3
-    assert [(answer.image, bool(answer.maps)) for answer in report.attention] == [
-        ("image_1.png", True),
-        (None, False),
-    ]
-    assert report.left_out == ["Attention, from question 3 on: no memory"]
-    assert [file.name for file in tmp_path.iterdir()] == ["image_1.png"]
+    measured = measure(root / "llava", root / "images", tmp_path / "image")
+
+    assert len(questions) == 3
+    first_answer, second_answer = measured.attention
+    assert first_answer.question == questions[0]
+    assert first_answer.image == "image_1.png"
+    assert first_answer.maps
+    assert second_answer.question == questions[1]
+    assert second_answer.image is None
+    assert not second_answer.maps
+    assert measured.left_out == ["Attention, from question 3 on: no memory"]
+    assert names_in(tmp_path) == {"image_1.png"}
 
 
 COMMAND = """
@@ -218,7 +354,7 @@ print("TRL" if "trl" in sys.modules else "no TRL", "was imported")
 
 
 def test_the_command_in_another_process_writes_the_same_bytes_without_trl(
-    prepared, alone, root, tmp_path
+    prepared, of_llava, root, tmp_path
 ):
     """Nothing depends on the process, on the order of a set, or on where the report goes."""
     folder = tmp_path / "a" / "b"
@@ -226,132 +362,248 @@ def test_the_command_in_another_process_writes_the_same_bytes_without_trl(
     # That process has another seed of hashes than this one.
     result = prepared.run(["-c", COMMAND, "diagnose", *arguments], COLUMNS="1000")
     assert result.returncode == 0, result.stderr
-    assert all(sentence in result.stdout for sentence in alone.verdict)
+    for sentence in of_llava.verdict:
+        assert sentence in result.stdout
     assert result.stdout.endswith(f"Report: {folder / 'report.html'}\nno TRL was imported\n")
-    assert (folder / "report.json").read_bytes() == (alone.folder / "report.json").read_bytes()
-    assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", *listed(stored(alone.folder))}
+
+    stored_bytes = (of_llava.folder / "report.json").read_bytes()
+    assert (folder / "report.json").read_bytes() == stored_bytes
+    written_names = {path.name for path in tmp_path.rglob("*")}
+    assert written_names == {"a", "b", *listed_files(read_stored(of_llava.folder))}
 
 
-def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone, root, tmp_path):
+def test_a_failing_run_leaves_the_report_before(of_llava, root, tmp_path):
     folder = tmp_path / "diagnostics"
-    bad = tmp_path / "bad"
-    shutil.copytree(alone.folder, folder)
-    first = hashes(folder)
-    images(bad)
-    (bad / "3.png").write_bytes(b"no image")
-    failing = cli(root / "llava", "--data", bad, "--output", folder)
-    assert failing.exit_code == 1 and "3.png" in failing.output
-    assert hashes(folder) == first and set(tmp_path.iterdir()) == {folder, bad}
+    shutil.copytree(of_llava.folder, folder)
+    before = file_hashes(folder)
+    bad_images = tmp_path / "bad"
+    write_images(bad_images)
+    (bad_images / "3.png").write_bytes(b"no image")
 
-    result = cli(root / "llava", "--data", root / "images", "--samples", 1, "--output", folder)
-    assert result.exit_code == 0, result.output
-    content = stored(folder)
-    assert {path.name for path in folder.iterdir()} == listed(content)
-    assert content["report"]["samples"] == 1 and "attention_2.png" in first.keys() - listed(content)
+    outcome = run_command(root / "llava", "--data", bad_images, "--output", folder)
+    assert outcome.exit_code == 1
+    assert "3.png" in outcome.output
+    assert file_hashes(folder) == before
+    assert set(tmp_path.iterdir()) == {folder, bad_images}
 
 
-def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root, tmp_path):
-    model = tmp_path / "model"
-    notes = tmp_path / "notes"
-    ignored = shutil.ignore_patterns("*.safetensors", "diagnostics")
-    shutil.copytree(root / "llava", model, ignore=ignored)
-    shutil.copytree(alone.folder, notes)
-    (notes / "thoughts.txt").write_text("mine")
-    before = hashes(tmp_path)
-    for source, output, words in (
-        (model, notes, "holds thoughts.txt. It is not"),
-        (model, model, "holds chat_template.jinja. It is not"),
-        (root / "ours" / "language", tmp_path / "new", "`normalign gain "),
-        (root / "ours" / "vision", tmp_path / "new", "Give a vision-language model"),
-    ):
-        result = cli(source, "--data", root / "images", "--output", output)
-        assert result.exit_code == 1 and words in result.output, result.output
-    assert hashes(tmp_path) == before
-    (tmp_path / DYNAMICS).write_text('{"visual": 0.1}')
-    with pytest.raises(ValueError, match=f"{DYNAMICS} is not as training writes it.*Remove it"):
-        read_dynamics(tmp_path / DYNAMICS)
+def test_another_run_replaces_the_first_whole(of_llava, root, tmp_path):
+    folder = tmp_path / "diagnostics"
+    shutil.copytree(of_llava.folder, folder)
+    names_before = names_in(folder)
+    options = ("--data", root / "images", "--samples", 1, "--output", folder)
+    outcome = run_command(root / "llava", *options)
+
+    assert outcome.exit_code == 0, outcome.output
+    content = read_stored(folder)
+    assert names_in(folder) == listed_files(content)
+    assert content["report"]["samples"] == 1
+    assert "attention_2.png" in names_before
+    assert "attention_2.png" not in listed_files(content)
 
 
-def test_options_reach_the_measurement_and_what_is_left_out_is_said(root, tmp_path):
-    """Where but a special token comes after the image, attention cannot be measured."""
-    model = tmp_path / "model"
-    table = tmp_path / "mine.csv"
-    shutil.copytree(root / "llava", model)
-    processor = AutoProcessor.from_pretrained(model)
-    mark = AddedToken("?", special=True, normalized=False)  # which the configuration does not know
-    processor.tokenizer.add_tokens(mark, special_tokens=True)
+@pytest.fixture
+def refused_folders(of_llava, root, tmp_path):
+    """A model without weights, and a diagnosis to which somebody added notes."""
+    without_weights = shutil.ignore_patterns("*.safetensors", "diagnostics")
+    shutil.copytree(root / "llava", tmp_path / "model", ignore=without_weights)
+    shutil.copytree(of_llava.folder, tmp_path / "notes")
+    (tmp_path / "notes" / "thoughts.txt").write_text("mine")
+    return tmp_path
+
+
+@pytest.mark.parametrize("output_name", ["notes", "model"])
+def test_a_folder_with_other_files_is_refused_before_weights_are_read(
+    refused_folders, root, output_name
+):
+    other_files = {"notes": "thoughts.txt", "model": "chat_template.jinja"}
+    before = file_hashes(refused_folders)
+    output = refused_folders / output_name
+    model_folder = refused_folders / "model"
+    outcome = run_command(model_folder, "--data", root / "images", "--output", output)
+    assert outcome.exit_code == 1
+    assert f"holds {other_files[output_name]}. It is not" in outcome.output, outcome.output
+    assert file_hashes(refused_folders) == before
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("language", "`normalign gain "),
+        ("vision", "Give a vision-language model"),
+    ],
+)
+def test_a_part_of_a_model_is_refused(root, tmp_path, part, message):
+    part_folder = root / "ours" / part
+    options = ("--data", root / "images", "--output", tmp_path / "new")
+    outcome = run_command(part_folder, *options)
+    assert outcome.exit_code == 1
+    assert message in outcome.output, outcome.output
+    assert file_hashes(tmp_path) == {}
+
+
+@pytest.fixture(scope="module")
+def asking_model(root, tmp_path_factory):
+    """A model whose template prints only a special token after the image."""
+    folder = tmp_path_factory.mktemp("asking") / "model"
+    shutil.copytree(root / "llava", folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    # The configuration does not know this special token.
+    question_mark = AddedToken("?", special=True, normalized=False)
+    processor.tokenizer.add_tokens(question_mark, special_tokens=True)
     processor.chat_template = (
         "{% set text = messages[0]['content'][1]['text'] %}{{ text[:-1] }}<image>{{ text[-1] }}"
     )
-    processor.save_pretrained(model)
-    table.write_text(
-        "path,asked\n" + "".join(f"{number}.png,is it {number}?\n" for number in range(8))
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def question_table(tmp_path_factory):
+    table_path = tmp_path_factory.mktemp("table") / "mine.csv"
+    lines = ["path,asked\n"]
+    for number in range(8):
+        lines.append(f"{number}.png,is it {number}?\n")
+    table_path.write_text("".join(lines))
+    return str(table_path)
+
+
+@pytest.fixture(scope="module")
+def columns(root):
+    """How the table's rows are read."""
+    return {
+        "image_folder": str(root / "images"),
+        "columns": "image=path,question=asked",
+    }
+
+
+@pytest.fixture(scope="module")
+def with_options(asking_model, question_table, columns, tmp_path_factory):
+    return diagnose(
+        str(asking_model),
+        data=question_table,
+        output=tmp_path_factory.mktemp("with_options") / "out",
+        samples=3,
+        seed=5,
+        batch_size=2,
+        dtype="bfloat16",
+        name="mine",
+        **columns,
     )
-    options = dict(image_folder=str(root / "images"), columns="image=path,question=asked")
-    options |= dict(samples=3, seed=5, batch_size=2, dtype="bfloat16", name="mine")
-    diagnosis = diagnose(str(model), data=str(table), output=tmp_path / "out", **options)
-    report = diagnosis.report
-    provenance = stored(tmp_path / "out")["provenance"]
-    assert (report.model, report.dtype, report.samples) == ("mine", "bfloat16", 3)
-    assert report.tokens["special"] == 3
-    assert report.depth.asymmetry_error is not None  # over two batches
-    named = ("seed of the sample", "batch size", "precision asked for", "samples asked for")
-    assert [provenance[name] for name in named] == ["5", "2", "bfloat16", "3"]
-    drawn = load_samples(
-        str(table), 3, seed=5, image_folder=options["image_folder"], columns=options["columns"]
-    )
-    first = load_samples(
-        str(table), 3, image_folder=options["image_folder"], columns=options["columns"]
-    )
-    questions = [loaded.samples[0].question for loaded in (drawn, first)]
-    assert provenance["first question"] == questions[0] != questions[1]
-    (reason,) = report.left_out
-    assert report.attention == [] and "from question 1 on: No text comes after" in reason
-    assert diagnosis.summary() == [
-        *diagnosis.verdict,
+
+
+def test_options_reach_the_measurement(with_options):
+    measured = with_options.report
+    assert measured.model == "mine"
+    assert measured.dtype == "bfloat16"
+    assert measured.samples == 3
+    assert measured.tokens["special"] == 3
+    # Only over several batches there is an error.
+    assert measured.depth.asymmetry_error is not None
+
+
+def test_options_are_in_the_provenance(with_options):
+    provenance = read_stored(with_options.folder)["provenance"]
+    assert provenance["seed of the sample"] == "5"
+    assert provenance["batch size"] == "2"
+    assert provenance["precision asked for"] == "bfloat16"
+    assert provenance["samples asked for"] == "3"
+
+
+def test_the_seed_decides_the_first_question(with_options, question_table, columns):
+    drawn = load_samples(question_table, 3, seed=5, **columns)
+    drawn_by_default = load_samples(question_table, 3, **columns)
+    first_question = drawn.samples[0].question
+    provenance = read_stored(with_options.folder)["provenance"]
+    assert provenance["first question"] == first_question
+    assert first_question != drawn_by_default.samples[0].question
+
+
+def test_attention_is_left_out_if_only_a_special_token_comes_after_the_image(with_options):
+    assert with_options.report.attention == []
+    (reason,) = with_options.report.left_out
+    assert "from question 1 on: No text comes after" in reason
+    assert with_options.summary() == [
+        *with_options.verdict,
         reason,
-        f"Report: {tmp_path / 'out' / 'report.html'}",
+        f"Report: {with_options.folder / 'report.html'}",
     ]
-    *_, claims = diagnosis.renderable().renderables
-    cells = zip(*(column.cells for column in claims.columns), strict=True)
-    assert list(cells) == [(each.claim, each.outcome, each.sentence) for each in diagnosis.findings]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == listed(stored(tmp_path / "out"))
+    assert names_in(with_options.folder) == listed_files(read_stored(with_options.folder))
+
+
+def test_the_terminal_shows_a_row_for_each_claim(with_options):
+    *_, claims_table = with_options.renderable().renderables
+    cells = [list(column.cells) for column in claims_table.columns]
+    assert cells == [
+        [finding.claim for finding in with_options.findings],
+        [finding.outcome for finding in with_options.findings],
+        [finding.sentence for finding in with_options.findings],
+    ]
+
+
+def test_an_unknown_precision_is_refused(asking_model, question_table):
     with pytest.raises(ValueError, match="dtype must be one of"):
-        diagnose(str(model), data=str(table), dtype="float8")
-    (model / DYNAMICS).write_text('{"step": 1}')
+        diagnose(str(asking_model), data=question_table, dtype="float8")
+
+
+def test_a_model_with_dynamics_of_another_form_is_refused(
+    asking_model, question_table, columns, tmp_path
+):
+    model_folder = shutil.copytree(asking_model, tmp_path / "model")
+    (model_folder / DYNAMICS).write_text('{"step": 1}')
     with pytest.raises(ValueError, match=f"{DYNAMICS} is not as training writes it"):
-        diagnose(str(model), data=str(table), output=tmp_path / "out", **options)
+        diagnose(str(model_folder), data=question_table, output=tmp_path / "out", **columns)
+
+
+@pytest.fixture
+def half_model(root):
+    folder = root / "half"
+    model = LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16)
+    model.save_pretrained(folder)
+    AutoProcessor.from_pretrained(root / "llava").save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in float16")
-def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor, monkeypatch):
+def test_products_of_emulated_float16_are_in_bfloat16(
+    half_model, root, tmp_path, processor, monkeypatch
+):
     processor(0.3, float16=5.0)
-    model = str(root / "half")
-    options = dict(data=str(root / "images"), samples=4)
-    half = LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16)
-    half.save_pretrained(model)
-    AutoProcessor.from_pretrained(root / "llava").save_pretrained(model)
+    data = {"data": str(root / "images"), "samples": 4}
     monkeypatch.setattr(run, "QUESTIONS", 3)
-    exact = diagnose(model, output=tmp_path / "exact", dtype="float32", **options).report
-    assert len(exact.attention) == 3 and exact.dtype == "float32"
+    exact = diagnose(half_model, output=tmp_path / "exact", dtype="float32", **data).report
+    assert len(exact.attention) == 3
+    assert exact.dtype == "float32"
+
     monkeypatch.setattr(precision, "free_memory", lambda: 0)
-    cast = diagnose(model, output=tmp_path / "cast", **options).report
+    cast = diagnose(half_model, output=tmp_path / "cast", **data).report
     assert cast.dtype == "float16, products in bfloat16"
-    asked = measured(model, root / "images", tmp_path / "image", dtype="float16")
-    assert asked.dtype == "float16"  # by name, and so as it is
     assert cast.interface.ratio == pytest.approx(exact.interface.ratio, rel=0.02)
     assert cast.depth.asymmetry == pytest.approx(exact.depth.asymmetry, rel=0.02)
 
+    # A precision that is asked for by name is kept.
+    in_float16 = measure(half_model, root / "images", tmp_path / "image", dtype="float16")
+    assert in_float16.dtype == "float16"
 
-def test_docs_name_keys_and_kinds_and_their_example_runs(compared, root, monkeypatch, capsys):
-    docs = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    sections = re.split(r"^## ", docs, flags=re.MULTILINE)
-    keys, kinds = (re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) for section in sections[1:])
-    assert keys == list(stored(compared[0].folder)) and tuple(kinds) == report.KINDS
+
+@pytest.fixture(scope="module")
+def docs():
+    return (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+
+
+def test_docs_name_keys_and_kinds(compared, docs):
+    _, key_section, kind_section = re.split(r"^## ", docs, flags=re.MULTILINE)
+    first_cell = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+    assert first_cell.findall(key_section) == list(read_stored(compared.folder))
+    assert tuple(first_cell.findall(kind_section)) == report.KINDS
+
+
+def test_the_example_of_the_docs_runs(compared, docs, root, monkeypatch, capsys):
     (example,) = re.findall(r"```python\n(.+?)```", docs, re.DOTALL)
     monkeypatch.chdir(root / "ours")
     exec(compile(example, "report.md", "exec"), {})
-    ratio = compared[0].against.interface.ratio
     printed = capsys.readouterr().out.splitlines()
+    ratio = compared.against.interface.ratio
     assert printed[0] == f"other model: visual tokens enter at {ratio:.3g} x the norm of text"
-    assert len(printed) == 6 and printed[5].startswith("  layer 2: they rotate ")
+    assert len(printed) == 6
+    assert printed[5].startswith("  layer 2: they rotate ")

@@ -25,178 +25,270 @@ from normalign_llava.evaluation.ask import (
 from normalign_llava.evaluation.questions import Question
 
 
-ENDS = ("print_answer", "answer_all", "converse")
 LOADING = {"dtype": "float16", "load_in_4bit": True}
 
 
 @pytest.fixture
 def handle(checkpoint):
     """A model whose weights are not loaded; `LOADING` stands for them."""
-    processor, config = (cls.from_pretrained(checkpoint) for cls in (AutoProcessor, AutoConfig))
-    known = {"processor": processor, "config": config, "name": "m"}
-    return SimpleNamespace(**known, load=lambda **loading: loading)
+    return SimpleNamespace(
+        processor=AutoProcessor.from_pretrained(checkpoint),
+        config=AutoConfig.from_pretrained(checkpoint),
+        name="m",
+        load=lambda **loading: loading,
+    )
 
 
 @pytest.fixture
-def ended(handle, monkeypatch):
-    """How `ask` ended: what opened the model, the function's name, and its arguments."""
+def ask_and_keep(handle, monkeypatch):
+    """Asks, and returns how it ended.
+
+    These are the options that opened the model, the name of the function that would have
+    answered, the model and what it would have been asked.
+    """
     calls = []
 
     def resolve(model, **options):
-        calls.append(("resolve_model", options))
+        calls.append(options)
         return handle
 
+    def keep_call(function_name):
+        def keep(model, processor, asked, *arguments):
+            calls.append((function_name, model, asked))
+
+        monkeypatch.setattr(ask_module, function_name, keep)
+
     monkeypatch.setattr(ask_module, "resolve_model", resolve)
-    for name in ENDS:
-        monkeypatch.setattr(ask_module, name, lambda *args, name=name: calls.append((name, *args)))
+    for function_name in ("print_answer", "answer_all", "converse"):
+        keep_call(function_name)
 
-    def ended(words, options, **others):
+    def ask_words(words, ask_options, **options):
         calls.clear()
-        ask("m", [str(word) for word in words], options, **{**LOADING, **others})
-        resolved, end = calls
-        assert resolved[0] == "resolve_model"
-        return [resolved[1], *end]
+        ask("m", [str(word) for word in words], ask_options, **{**LOADING, **options})
+        opened_with, (function_name, model, asked) = calls
+        return SimpleNamespace(
+            opened_with=opened_with,
+            function_name=function_name,
+            model=model,
+            asked=asked,
+        )
 
-    return ended
+    return ask_words
 
 
 @pytest.fixture
-def images(tmp_path):
+def image_folder(tmp_path):
     train_data.images(tmp_path / "images", "red.png", "blue.png")
     return tmp_path / "images"
 
 
+SYSTEM_TURN = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+
+
 @pytest.mark.parametrize(
-    ("words", "output", "end"),
+    ("words", "function_name"),
     [
-        (["images/red.png", "what?"], False, "print_answer"),
-        (["images/red.png", "what?"], True, "answer_all"),
-        (["images", "what?"], False, "answer_all"),
-        (["images/red.png"], False, "converse"),
-        ([], False, "converse"),
+        (["images/red.png", "what?"], "print_answer"),
+        (["images/red.png"], "converse"),
+        ([], "converse"),
     ],
 )
-def test_one_question_is_printed_several_or_a_file_are_answered_in_turn(
-    ended, images, monkeypatch, words, output, end
+def test_one_question_is_printed_and_none_is_a_conversation(
+    ask_and_keep, image_folder, monkeypatch, words, function_name
 ):
-    monkeypatch.chdir(images.parent)
-    options = AskOptions("Be brief.", output=images / "a.jsonl" if output else None)
-    _, name, loaded, _, asked, *_ = ended(words, options)
-    assert (name, loaded) == (end, LOADING)
-    first = asked[0].turns[0] if end == "answer_all" else asked[0]
-    assert first == {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    monkeypatch.chdir(image_folder.parent)
+    outcome = ask_and_keep(words, AskOptions("Be brief."))
+    assert outcome.function_name == function_name
+    assert outcome.model == LOADING
+    assert outcome.asked[0] == SYSTEM_TURN
 
 
-def test_what_opens_the_model_is_told_of_code_and_of_the_base(ended):
-    given = {"trust_remote_code": True, "base": "there", "base_quantization": "none"}
-    assert ended(["what?"], AskOptions(), **given)[0] == given
+@pytest.mark.parametrize(
+    ("words", "output_name"),
+    [
+        pytest.param(["images/red.png", "what?"], "a.jsonl", id="a file"),
+        pytest.param(["images", "what?"], None, id="several images"),
+    ],
+)
+def test_several_questions_or_a_file_are_answered_in_turn(
+    ask_and_keep, image_folder, monkeypatch, words, output_name
+):
+    monkeypatch.chdir(image_folder.parent)
+    output = None
+    if output_name:
+        output = image_folder / output_name
+    outcome = ask_and_keep(words, AskOptions("Be brief.", output=output))
+    assert outcome.function_name == "answer_all"
+    assert outcome.model == LOADING
+    assert outcome.asked[0].turns[0] == SYSTEM_TURN
 
 
-def test_data_are_asked_with_their_columns_their_images_and_the_system_turn(ended, handle, images):
-    table = images.parent / "mine.csv"
-    table.write_text("path,asked\nred.png,A?\nblue.png,B?\n")
-    named = {"image_folder": str(images), "columns": "image=path,question=asked"}
-    _, end, _, _, questions, *_ = ended([], AskOptions("Brief."), data=str(table), **named)
-    assert end == "answer_all" and [question.text for question in questions] == ["A?", "B?"]
-    assert questions[1].turns[0]["content"][0]["text"] == "Brief."
+def test_what_opens_the_model_is_told_of_code_and_of_the_base(ask_and_keep):
+    options = {
+        "trust_remote_code": True,
+        "base": "there",
+        "base_quantization": "none",
+    }
+    assert ask_and_keep(["what?"], AskOptions(), **options).opened_with == options
+
+
+@pytest.fixture
+def table_options(image_folder):
+    """Data with other columns, and images in a folder of their own."""
+    table_path = image_folder.parent / "mine.csv"
+    table_path.write_text("path,asked\nred.png,A?\nblue.png,B?\n")
+    return {
+        "data": str(table_path),
+        "image_folder": str(image_folder),
+        "columns": "image=path,question=asked",
+    }
+
+
+def test_data_are_asked_with_their_columns_their_images_and_the_system_turn(
+    ask_and_keep, table_options
+):
+    outcome = ask_and_keep([], AskOptions("Brief."), **table_options)
+    assert outcome.function_name == "answer_all"
+    assert [question.text for question in outcome.asked] == ["A?", "B?"]
+    system_turn = outcome.asked[1].turns[0]
+    assert system_turn["content"][0]["text"] == "Brief."
+
+
+def test_data_with_the_image_token_are_refused(ask_and_keep, handle, table_options):
     handle.processor.image_token = "B"
     with pytest.raises(ValueError, match="B. It stands for an image"):
-        ended([], AskOptions(), data=str(table), **named)
+        ask_and_keep([], AskOptions(), **table_options)
 
 
-def test_a_folder_is_given_alone_and_a_conversation_must_leave_room(ended, images):
+def test_besides_a_folder_no_other_image_is_given(ask_and_keep, image_folder):
+    command_words = [image_folder, image_folder / "red.png", "what?"]
     with pytest.raises(ValueError, match="give no other images"):
-        ended([images, images / "red.png", "what?"], AskOptions())
+        ask_and_keep(command_words, AskOptions())
+
+
+def test_a_conversation_must_leave_room(ask_and_keep, image_folder):
+    command_words = [image_folder / "red.png"]
     with pytest.raises(ValueError, match="m cannot be asked this. .*the model reads 256"):
-        ended([images / "red.png"], AskOptions("Be brief. " * 30))
+        ask_and_keep(command_words, AskOptions("Be brief. " * 30))
 
 
 @pytest.fixture(scope="module")
-def asked(checkpoint):
-    """A model that says nothing but what it is told to, and its processor."""
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    return model, AutoProcessor.from_pretrained(checkpoint)
+def model(checkpoint):
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
 
 
-def say(model, processor, token):
-    others = {*range(model.config.text_config.vocab_size)}
-    others -= {processor.tokenizer.convert_tokens_to_ids(token)}
-    model.generation_config.suppress_tokens = sorted(others)
+@pytest.fixture(scope="module")
+def processor(checkpoint):
+    return AutoProcessor.from_pretrained(checkpoint)
 
 
-def test_several_answers_are_printed_with_what_was_asked(asked, capsys):
-    model, processor = asked
-    say(model, processor, "A")
-    names = ("red\x1b.png", "blue.png", "green.png")
-    questions = [Question(name, [user_turn("what?")], further_turns=2) for name in names]
+def allow_only(model, processor, token):
+    """Lets the model say nothing else."""
+    suppressed = set(range(model.config.text_config.vocab_size))
+    suppressed.remove(processor.tokenizer.convert_tokens_to_ids(token))
+    model.generation_config.suppress_tokens = sorted(suppressed)
+
+
+def test_several_answers_are_printed_with_what_was_asked(model, processor, capsys):
+    allow_only(model, processor, "A")
+    questions = []
+    for name in ("red\x1b.png", "blue.png", "green.png"):
+        questions.append(Question(name, [user_turn("what?")], further_turns=2))
     answer_all(model, processor, questions, AskOptions(None, 2, batch_size=2), "m", 0)
     printed = capsys.readouterr()
     assert printed.out.splitlines() == ["red\\x1b.png: AA", "blue.png: AA", "green.png: AA"]
     assert "Of 3 rows with several questions" in printed.err
 
 
-def test_an_answer_is_printed_whole_and_returned_without_the_spaces_at_its_ends(asked, capsys):
-    model, processor = asked
-    say(model, processor, " ")
+def test_an_answer_is_printed_whole_and_returned_without_the_spaces_at_its_ends(
+    model, processor, capsys
+):
+    allow_only(model, processor, " ")
     assert print_answer(model, processor, [user_turn("what?")], 3) == ""
     assert capsys.readouterr().out == "   \n"
 
 
 def test_answers_are_appended_whatever_is_in_them_and_wherever_the_file_is(tmp_path):
-    file = tmp_path / "a" / "b" / "c.jsonl"
-    append_rows(file, [{"answer": "half \ud83d"}, {"answer": "ä"}])
-    first, second = (json.loads(line)["answer"] for line in file.read_text("utf-8").splitlines())
-    assert (first, second) == ("half ?", "ä")
+    output_path = tmp_path / "a" / "b" / "c.jsonl"
+    append_rows(output_path, [{"answer": "half \ud83d"}, {"answer": "ä"}])
+    rows = [json.loads(line) for line in output_path.read_text("utf-8").splitlines()]
+    assert [row["answer"] for row in rows] == ["half ?", "ä"]
+
+
+def roles_texts_and_images(conversation):
+    turns = []
+    for turn in conversation:
+        images = [part["image"] for part in turn["content"] if part["type"] == "image"]
+        turns.append((turn["role"], turn["content"][-1]["text"], images))
+    return turns
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """Converses in these lines; what the model was asked each time, as roles, texts and images."""
+def converse_in(monkeypatch):
+    """Converses in lines, and returns what the model was asked each time."""
 
-    def said(*lines, start=(), images=(), stopped=None):
+    def converse_in_lines(*lines, start=(), images=(), interrupted_at=None):
         conversations = []
 
-        def answer(model, processor, conversation, limit):
-            turns = []
-            for turn in conversation:
-                shown = [part["image"] for part in turn["content"] if part["type"] == "image"]
-                turns.append((turn["role"], turn["content"][-1]["text"], shown))
+        def answer(model, processor, conversation, max_new_tokens):
+            turns = roles_texts_and_images(conversation)
             conversations.append(turns)
-            if turns[-1][1] == stopped:
+            _, last_text, _ = turns[-1]
+            if last_text == interrupted_at:
                 raise KeyboardInterrupt
             return f"answer {len(conversations)}"
 
+        typed_text = "".join(f"{line}\n" for line in lines)
         monkeypatch.setattr(ask_module, "print_answer", answer)
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed_text))
         converse(None, None, start, images, 5)
         return conversations
 
-    return said
+    return converse_in_lines
 
 
-def test_a_conversation_goes_on_without_spaces_and_starts_again_with_its_images(said):
-    start = [{"role": "system", "content": [{"type": "text", "text": "Brief."}]}]
-    brief = ("system", "Brief.", [])
-    first, second, third = said("  a? ", "b?", " /new ", "", "c?", start=start, images=["image"])
-    assert first == [brief, ("user", "a?", ["image"])]
-    assert second == [*first, ("assistant", "answer 1", []), ("user", "b?", [])]
-    assert third == [brief, ("user", "c?", ["image"])]
+def test_a_conversation_goes_on_without_spaces_and_starts_again_with_its_images(converse_in):
+    conversations = converse_in(
+        "  a? ",
+        "b?",
+        " /new ",
+        "",
+        "c?",
+        start=[SYSTEM_TURN],
+        images=["image"],
+    )
+    system_turn = ("system", "Be brief.", [])
+    first_turn = ("user", "a?", ["image"])
+    first, second, after_new = conversations
+    assert first == [system_turn, first_turn]
+    assert second == [
+        system_turn,
+        first_turn,
+        ("assistant", "answer 1", []),
+        ("user", "b?", []),
+    ]
+    assert after_new == [system_turn, ("user", "c?", ["image"])]
 
 
-def test_an_image_is_found_by_its_path_and_waits_for_the_next_turn(said, images, monkeypatch):
-    monkeypatch.setenv("HOME", str(images))
-    ((turn,),) = said("/image ~/red.png", f"/image   {images}/blue.png", "which?")
-    assert [image.getpixel((0, 0)) for image in turn[2]] == [(255, 0, 0), (0, 0, 255)]
-
-
-def test_an_answer_that_is_interrupted_is_left_out_and_an_interrupt_at_the_prompt_ends(
-    said, monkeypatch
+def test_an_image_is_found_by_its_path_and_waits_for_the_next_turn(
+    converse_in, image_folder, monkeypatch
 ):
-    _, second = said("a?", "b?", images=["image"], stopped="a?")
+    monkeypatch.setenv("HOME", str(image_folder))
+    typed_lines = ("/image ~/red.png", f"/image   {image_folder}/blue.png", "which?")
+    ((turn,),) = converse_in(*typed_lines)
+    _, _, (red_image, blue_image) = turn
+    assert red_image.getpixel((0, 0)) == (255, 0, 0)
+    assert blue_image.getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_an_answer_that_is_interrupted_is_left_out(converse_in):
+    _, second = converse_in("a?", "b?", images=["image"], interrupted_at="a?")
     assert second == [("user", "b?", ["image"])]
 
+
+def test_an_interrupt_at_the_prompt_ends_the_conversation(converse_in, monkeypatch):
     def interrupt(prompt):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", interrupt)
-    assert said("a?") == []
+    assert converse_in("a?") == []

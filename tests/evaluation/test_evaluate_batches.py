@@ -33,72 +33,155 @@ QUESTIONS = [
     "?",
     "<image>",
 ]
-LONGEST = 12  # tokens of an answer
-pictures = (Picture.effect_noise((16, 16), 60 * number).convert("RGB") for number in range(1, 9))
-IMAGES = [[next(pictures) for _ in range(text.count("<image>"))] for text in QUESTIONS]
+MAX_NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=["ours, with a first token", "llava, with another end"])
-def checkpoint(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    ours = training.checkpoint(folder, tied=False)
-    tiny.heeding(NormAlignLlavaForConditionalGeneration.from_pretrained(ours)).save_pretrained(ours)
-    if request.param == "ours, with a first token":  # which the tokenizer writes, and the template
-        processor = AutoProcessor.from_pretrained(ours)
-        processor.tokenizer.bos_token = first = "<|im_start|>"
-        processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{first} $A", special_tokens=[(first, processor.tokenizer.bos_token_id)]
-        )
-        processor.save_pretrained(ours)
-        return ours
-    template = AutoProcessor.from_pretrained(ours).chat_template
-    stock = parts.llava(folder / "llava", tiny.heeding(tiny.llava(tied=False)))
-    processor = AutoProcessor.from_pretrained(stock)
+def make_images():
+    """For each question its images, each with more noise than the one before."""
+    images = []
+    noise = 0
+    for question in QUESTIONS:
+        images_of_question = []
+        for _ in range(question.count("<image>")):
+            noise += 60
+            picture = Picture.effect_noise((16, 16), noise)
+            images_of_question.append(picture.convert("RGB"))
+        images.append(images_of_question)
+    return images
+
+
+IMAGES = make_images()
+
+
+def checkpoint_with_first_token(folder):
+    """Our own model; both tokenizer and template write a first token."""
+    checkpoint = training.checkpoint(folder, tied=False)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    tiny.heeding(model).save_pretrained(checkpoint)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    tokenizer = processor.tokenizer
+    first_token = "<|im_start|>"
+    tokenizer.bos_token = first_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first_token} $A",
+        special_tokens=[(first_token, tokenizer.bos_token_id)],
+    )
+    processor.save_pretrained(checkpoint)
+    return checkpoint
+
+
+def checkpoint_with_other_end(folder):
+    """A LLaVA of transformers; its tokenizer has another end than the model."""
+    own_checkpoint = training.checkpoint(folder, tied=False)
+    template = AutoProcessor.from_pretrained(own_checkpoint).chat_template
+    checkpoint = parts.llava(folder / "llava", tiny.heeding(tiny.llava(tied=False)))
+    processor = AutoProcessor.from_pretrained(checkpoint)
     processor.chat_template = template
-    processor.tokenizer.eos_token = "T"  # another end than the model's
-    processor.tokenizer.padding_side = "right"  # as in training elsewhere
-    processor.save_pretrained(stock)
-    return stock
+    processor.tokenizer.eos_token = "T"
+    # As in training elsewhere.
+    processor.tokenizer.padding_side = "right"
+    processor.save_pretrained(checkpoint)
+    return checkpoint
 
 
-def alone(model, processor, text, images):
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(checkpoint_with_first_token, id="ours, with a first token"),
+        pytest.param(checkpoint_with_other_end, id="llava, with another end"),
+    ],
+)
+def checkpoint(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("checkpoint"))
+
+
+def message_content(question, images):
+    """The texts between images and the images, in their order."""
+    first_text, *further_texts = question.split("<image>")
+    content = []
+    if first_text:
+        content.append({"type": "text", "text": first_text})
+    for image, text in zip(images, further_texts, strict=True):
+        content.append({"type": "image", "image": image})
+        if text:
+            content.append({"type": "text", "text": text})
+    return content
+
+
+def answer_of_transformers(model, processor, question, images):
     """What transformers itself gives for one question: chat template, then `generate`."""
-    words = [{"type": "text", "text": part} if part else None for part in text.split("<image>")]
-    shown = [{"type": "image", "image": image} for image in images]
-    content = [part for pair in zip(words, [*shown, None], strict=True) for part in pair if part]
-    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
-    end = processor.tokenizer.eos_token_id
-    length = inputs["input_ids"].shape[1]
-    ids = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, eos_token_id=end)
-    return processor.decode(ids[0, length:], skip_special_tokens=True).split("\n")[0]
+    message = {"role": "user", "content": message_content(question, images)}
+    inputs = processor.apply_chat_template(
+        [message],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    sequences = model.generate(
+        **inputs,
+        max_new_tokens=MAX_NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=processor.tokenizer.eos_token_id,
+    )
+    prompt_length = inputs["input_ids"].shape[1]
+    answer = processor.decode(sequences[0, prompt_length:], skip_special_tokens=True)
+    return answer.split("\n")[0]
 
 
 def write_task(folder, answers):
     """Questions whose right answers are what the model says, but for every third."""
-    right = [answer if number % 3 else "wrong" for number, answer in enumerate(answers)]
-    rows = Dataset.from_dict({"images": IMAGES, "question": QUESTIONS, "answer": right})
-    file = folder / "rows.parquet"
-    rows.cast_column("images", List(Image())).to_parquet(file)
-    files = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "cache")}
-    task = {"task": "tiny_mixed", "dataset_path": "parquet", "dataset_kwargs": files}
-    task |= {"doc_to_image": "images", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
-    task |= {"generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST}}
-    task |= {"test_split": "test", "metric_list": [{"metric": "exact_match"}]}
-    task["output_type"] = "generate_until"
+    right_answers = list(answers)
+    right_answers[::3] = ["wrong"] * len(right_answers[::3])
+    rows = Dataset.from_dict(
+        {
+            "images": IMAGES,
+            "question": QUESTIONS,
+            "answer": right_answers,
+        }
+    )
+    rows_path = folder / "rows.parquet"
+    rows.cast_column("images", List(Image())).to_parquet(rows_path)
+    task = {
+        "task": "tiny_mixed",
+        "dataset_path": "parquet",
+        "dataset_kwargs": {
+            "data_files": {"test": str(rows_path)},
+            "cache_dir": str(folder / "cache"),
+        },
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_image": "images",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {
+            "until": ["\n"],
+            "do_sample": False,
+            "max_gen_toks": MAX_NEW_TOKENS,
+        },
+        "metric_list": [{"metric": "exact_match"}],
+    }
     (folder / "tiny_mixed.yaml").write_text(yaml.safe_dump(task))
 
 
-def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_path):
+def limit_answers_to_one_token(checkpoint):
+    """The task's own limit counts, and not the model's."""
+    config = GenerationConfig.from_pretrained(checkpoint)
+    config.max_new_tokens = 1
+    config.save_pretrained(checkpoint)
+
+
+def test_answers_in_batches_are_the_answers_to_one_question_at_a_time(checkpoint, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(checkpoint)
-    asked = zip(QUESTIONS, IMAGES, strict=True)
-    expected = [alone(model, processor, text, images) for text, images in asked]
-    assert len(set(expected)) > len(QUESTIONS) // 2  # an answer depends on the question
+    expected = []
+    for question, images in zip(QUESTIONS, IMAGES, strict=True):
+        expected.append(answer_of_transformers(model, processor, question, images))
+    # An answer depends on the question.
+    assert len(set(expected)) > len(QUESTIONS) // 2
+
     write_task(tmp_path, expected)
-    limited = GenerationConfig.from_pretrained(checkpoint)
-    limited.max_new_tokens = 1  # the task's own limit counts
-    limited.save_pretrained(checkpoint)
+    limit_answers_to_one_token(checkpoint)
     handle = resolve_model(str(checkpoint))
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
     for batch_size in (1, 4):
@@ -109,13 +192,30 @@ def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_
         assert result["results"]["tiny_mixed"]["exact_match,none"] == pytest.approx(6 / 9)
 
 
-def test_questions_without_images_are_padded_on_the_left(checkpoint):
+@pytest.fixture
+def encode(checkpoint):
+    """Encodes two questions without images."""
     lm = as_lm(resolve_model(str(checkpoint)), batch_size=2, dtype="float32")
-    inputs = lm.tok_batch_multimodal_encode(["what is two and two?", "and?"], [[], []])
-    long, short = inputs["attention_mask"].tolist()
-    assert all(long) and short == sorted(short) and not short[0]
-    asked = ["and?", "what is two and two?"], [[], []]
-    fits = lm.tok_batch_multimodal_encode(*asked, left_truncate_len=len(long))
-    assert fits["input_ids"].shape[1] == len(long)
+
+    def encode_texts(first_question, second_question, **options):
+        return lm.tok_batch_multimodal_encode(
+            [first_question, second_question], [[], []], **options
+        )
+
+    return encode_texts
+
+
+def test_questions_without_images_are_padded_on_the_left(encode):
+    inputs = encode("what is two and two?", "and?")
+    long_mask, short_mask = inputs["attention_mask"].tolist()
+    assert all(long_mask)
+    assert short_mask == sorted(short_mask)
+    assert not short_mask[0]
+
+
+def test_a_question_longer_than_the_limit_is_refused_and_not_cut(encode):
+    length = encode("and?", "what is two and two?")["input_ids"].shape[1]
+    fitting = encode("and?", "what is two and two?", left_truncate_len=length)
+    assert fitting["input_ids"].shape[1] == length
     with pytest.raises(ValueError, match="Shorten 'what is two and two"):
-        lm.tok_batch_multimodal_encode(*asked, left_truncate_len=len(long) - 1)
+        encode("and?", "what is two and two?", left_truncate_len=length - 1)

@@ -27,41 +27,43 @@ from normalign_llava.train.parsing import parse
 
 
 EXPERIMENTS = ROOT / "experiments"
-PLANS = sorted(EXPERIMENTS.glob("*.yaml"))
+TABLE4 = EXPERIMENTS / "table4.yaml"
 TASKS = ROOT / "evaluation" / "tasks"
 
 
-def parsed(command: list[str]):
-    """What the command line makes of the words after `normalign`: its parameters, and the rest.
+def parse_command(command: list[str]):
+    """Returns the parameters of the words after `normalign`, and the words that are left.
 
     Raises click's UsageError for an unknown option, a wrong value or a missing argument.
     """
-    name, *rest = command
-    context = get_command(app).commands[name].make_context(name, rest)
+    command_name, *arguments = command
+    click_command = get_command(app).commands[command_name]
+    context = click_command.make_context(command_name, arguments)
     return context.params, context.args
 
 
 def check_train(command: list[str]) -> None:
     """Raises ValueError or click's UsageError unless `normalign train` takes the words."""
-    options, rest = parsed(command)
-    given, recipe = read_command(rest)
+    options, train_words = parse_command(command)
+    given, recipe = read_command(train_words)
     check_command(given, recipe)
-    data, _, _ = parse(given, recipe)
-    assert data.sources
+    data_options, _, _ = parse(given, recipe)
+    assert data_options.sources
     if options["accelerate_config"]:
         assert recipe_file(options["accelerate_config"], CONFIGS).is_file()
         assert options["num_processes"] > 1
 
 
 def check_evaluate(command: list[str]) -> None:
-    options, _ = parsed(command)
-    (tasks,) = options["tasks"]
-    assert set(tasks.split(",")) <= {*SUITES["paper"], *SUITES["offline"]}
+    options, _ = parse_command(command)
+    (task_names,) = options["tasks"]
+    known_tasks = {*SUITES["paper"], *SUITES["offline"]}
+    assert set(task_names.split(",")) <= known_tasks
 
 
 def check_diagnose(command: list[str]) -> None:
-    """Raises ValueError if the data have no source: no folder here, nor a name of the Hub."""
-    options, _ = parsed(command)
+    """Raises ValueError if the data are neither a folder here nor a name of the Hub."""
+    options, _ = parse_command(command)
     if options["data"] is None:
         return
     source = DataSource.named(options["data"], columns=options["columns"])
@@ -71,23 +73,35 @@ def check_diagnose(command: list[str]) -> None:
 
 
 def check_hub_source(source: DataSource) -> None:
-    """That a task of this package reads the same data set, and the same split of it."""
-    known = set()
-    for file in TASKS.glob("*.yaml"):
-        lines = file.read_text(encoding="utf-8").splitlines()
-        own = dict(line.split(": ", 1) for line in lines if line.startswith(("dataset", "test_s")))
-        known.add((own.get("dataset_path"), own.get("dataset_name"), own.get("test_split")))
-    assert (source.path, source.name, source.split) in known
+    """Asserts that a task of this package reads the same split of the same data set."""
+    known_sources = set()
+    for task_path in TASKS.glob("*.yaml"):
+        settings = {}
+        for line in task_path.read_text(encoding="utf-8").splitlines():
+            if line.startswith(("dataset", "test_s")):
+                setting, value = line.split(": ", 1)
+                settings[setting] = value
+        known_source = (
+            settings.get("dataset_path"),
+            settings.get("dataset_name"),
+            settings.get("test_split"),
+        )
+        known_sources.add(known_source)
+    assert (source.path, source.name, source.split) in known_sources
 
 
 def check_merge(command: list[str]) -> None:
-    options, rest = parsed(command)
-    assert options["adapter"] and options["base"] and not rest
+    options, words_left = parse_command(command)
+    assert options["adapter"]
+    assert options["base"]
+    assert not words_left
 
 
 def check_build(command: list[str]) -> None:
-    options, rest = parsed(command)
-    assert options["vision"] and options["language"] and not rest
+    options, words_left = parse_command(command)
+    assert options["vision"]
+    assert options["language"]
+    assert not words_left
 
 
 CHECKS = {
@@ -100,45 +114,50 @@ CHECKS = {
 
 
 def commands_of(plan, gpus):
-    """The words of every command of a plan by name and cell; none where it runs in one process."""
+    """Yields the words of every command of a plan; none if its runs are in one process."""
     if not plan.commands:
         return
     for run in plan.runs():
-        made = steps(plan, run, "some/vision", "some/language", Path("work"), gpus)
-        for name, step in made.items():
-            yield f"{run.cell} {name}", step.words
+        run_steps = steps(plan, run, "some/vision", "some/language", Path("work"), gpus)
+        for step in run_steps.values():
+            yield step.words
+
+
+each_plan = pytest.mark.parametrize(
+    "plan_path",
+    sorted(EXPERIMENTS.glob("*.yaml")),
+    ids=lambda plan_path: plan_path.stem,
+)
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
-def test_every_command_of_every_plan_is_understood(file, gpus):
-    seen = set()
-    for name, command in commands_of(read_plan(file), gpus):
-        CHECKS[command[0]](command)
-        assert shlex.split(shlex.join(command)) == command, name
-        seen.add(command[0])
-    assert not seen or seen >= {"build", "train", "evaluate", "diagnose"}
+@each_plan
+def test_every_command_of_every_plan_is_understood(plan_path, gpus):
+    plan = read_plan(plan_path)
+    checked_names = set()
+    for command in commands_of(plan, gpus):
+        command_name = command[0]
+        CHECKS[command_name](command)
+        assert shlex.split(shlex.join(command)) == command
+        checked_names.add(command_name)
+    if plan.commands:
+        assert checked_names >= {"build", "train", "evaluate", "diagnose"}
 
 
-@pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
-def test_options_of_every_run_are_those_of_train(file):
+@each_plan
+def test_options_of_every_run_are_those_of_train(plan_path):
     """Also of plans whose runs call the trainer themselves."""
-    plan = read_plan(file)
-    alike = set()
+    plan = read_plan(plan_path)
+    checked_words = set()
     for run in plan.runs():
         for options in plan.options(run):
-            given = words({"dataset_name": "some/data", **options})
-            given += ["--model_name_or_path", "start", "--output_dir", "result"]
-            without_seed = tuple(word for word in given if word != str(run.seed))
-            if without_seed not in alike:
-                alike.add(without_seed)
-                check_train(["train", *given])
-
-
-def changed(file, tmp_path, **changes):
-    content = yaml.safe_load(file.read_text()) | changes
-    (tmp_path / file.name).write_text(yaml.safe_dump(content))
-    return read_plan(tmp_path / file.name)
+            train_words = words({"dataset_name": "some/data", **options})
+            train_words += ["--model_name_or_path", "start"]
+            train_words += ["--output_dir", "result"]
+            without_seed = tuple(word for word in train_words if word != str(run.seed))
+            if without_seed not in checked_words:
+                checked_words.add(without_seed)
+                check_train(["train", *train_words])
 
 
 @pytest.mark.parametrize(
@@ -156,11 +175,13 @@ def changed(file, tmp_path, **changes):
     ],
     ids=str,
 )
-def test_what_no_command_knows_is_noticed(tmp_path, changes):
-    """The checks themselves: of a plan with one wrong word, a command is refused."""
-    plan = changed(EXPERIMENTS / "table4.yaml", tmp_path, **changes)
+def test_the_checks_notice_what_no_command_knows(tmp_path, changes):
+    content = yaml.safe_load(TABLE4.read_text()) | changes
+    changed_path = tmp_path / "table4.yaml"
+    changed_path.write_text(yaml.safe_dump(content))
+    plan = read_plan(changed_path)
     with pytest.raises(Exception) as refused:  # a parser's error or an assertion's
-        for _, command in commands_of(plan, 8):
+        for command in commands_of(plan, 8):
             CHECKS[command[0]](command)
     assert not isinstance(refused.value, (AttributeError, NameError, TypeError))
 
@@ -169,39 +190,52 @@ def test_the_last_command_that_is_printed_is_understood():
     spec = importlib.util.spec_from_file_location("experiments_main", EXPERIMENTS / "__main__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    plan = read_plan(EXPERIMENTS / "table4.yaml")
-    run = plan.runs()[0]
-    folder, *given = module.stored_by(plan, run, EXPERIMENTS / "table4.yaml", Path("work"))
-    options = module.command_parser().parse_args(given)
-    assert Path(folder, "__main__.py").is_file() and options.only == [run.cell]
-    assert plan.runs(options.only) == [run] and options.results == plan.results
+    plan = read_plan(TABLE4)
+    first_run = plan.runs()[0]
+    folder, *arguments = module.stored_by(plan, first_run, TABLE4, Path("work"))
+    assert Path(folder, "__main__.py").is_file()
+    options = module.command_parser().parse_args(arguments)
+    assert options.only == [first_run.cell]
+    assert plan.runs(options.only) == [first_run]
+    assert options.results == plan.results
+
+
+def mmstar_row(number):
+    return {
+        "index": number,
+        "question": f"How many are there?\nOptions: A: {number}, B: none",
+        "image": {"bytes": training.image(number), "path": None},
+        "answer": "A",
+        "category": "logical reasoning",
+        "l2_category": "numeric commonsense and calculation",
+        "meta_info": {"source": "MMBench", "split": "val", "image_path": "x.jpg"},
+    }
+
+
+def write_mmstar(folder, mmstar_rows):
+    """Writes a data set with the configuration `val`, as the Hub's has."""
+    table = Dataset.from_list(mmstar_rows).cast_column("image", Image())
+    buffer = io.BytesIO()
+    table.to_parquet(buffer)
+    folder.mkdir()
+    (folder / "val.parquet").write_bytes(buffer.getvalue())
+    configuration = {
+        "config_name": "val",
+        "data_files": [{"split": "val", "path": "val.parquet"}],
+    }
+    front_matter = yaml.safe_dump({"configs": [configuration]})
+    (folder / "README.md").write_text(f"---\n{front_matter}---\n")
 
 
 def test_data_with_mmstar_s_columns_are_read_with_the_plan_s(tmp_path):
     """A small table of the same columns stands for the data set, which is on the Hub."""
-    plan = read_plan(EXPERIMENTS / "table4.yaml")
-    rows = []
-    for number in range(4):
-        rows.append(
-            {
-                "index": number,
-                "question": f"How many are there?\nOptions: A: {number}, B: none",
-                "image": {"bytes": training.image(number), "path": None},
-                "answer": "A",
-                "category": "logical reasoning",
-                "l2_category": "numeric commonsense and calculation",
-                "meta_info": {"source": "MMBench", "split": "val", "image_path": "x.jpg"},
-            }
-        )
-    table = Dataset.from_list(rows).cast_column("image", Image())
-    buffer = io.BytesIO()
-    table.to_parquet(buffer)
+    plan = read_plan(TABLE4)
+    mmstar_rows = [mmstar_row(number) for number in range(4)]
     folder = tmp_path / "MMStar"
-    folder.mkdir()
-    (folder / "val.parquet").write_bytes(buffer.getvalue())
-    named = {"config_name": "val", "data_files": [{"split": "val", "path": "val.parquet"}]}
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': [named]})}---\n")
+    write_mmstar(folder, mmstar_rows)
+
     _, _, split = plan.diagnose["data"].partition(":")
     drawn = load_samples(f"{folder}:{split}", 4, columns=plan.diagnose["columns"])
-    asked = {sample.question for sample in drawn.samples}
-    assert asked == {row["question"] for row in rows} and len(drawn.samples) == 4
+    assert len(drawn.samples) == 4
+    expected = {row["question"] for row in mmstar_rows}
+    assert {sample.question for sample in drawn.samples} == expected

@@ -43,79 +43,171 @@ from normalign_llava.train.run import make_trainer
 
 
 NIGHTLY = pytest.mark.nightly
-STEPS = {"global_batch_size": 2, "per_device_train_batch_size": 2, "probe_steps": [0, 2]}
-ALL_TRAINED = STEPS | dict.fromkeys(["use_peft", "lora_dropout", "lora_target_modules"])
-GROUPS = """
-wrong: {question: "What is refused?", seeds: [5],
-        variants: {aligned: {arm: aligned, stage1: {learning_rate: -1}}}}
-tiny: {question: "Which?", seeds: [5, 6], variants: {none: {arm: none}, gwc: {arm: gwc}}}
-"""
-TINY = {
-    "commands": True,
-    "bf16": False,
-    "tasks": ["offline_perplexity"],
-    "feature_layer": -2,
-    "diagnosed": 2,
-    "evaluate": {"batch-size": 16},
-    "stage1": {"recipe": "quickstart-align", **STEPS, "max_steps": 2, "save_steps": 2},
-    "stage2": {"recipe": "quickstart-tune", **ALL_TRAINED, "max_steps": 3, "save_steps": 1},
-    "groups": yaml.safe_load(GROUPS),
+
+STEPS = {
+    "global_batch_size": 2,
+    "per_device_train_batch_size": 2,
+    "probe_steps": [0, 2],
 }
+NO_ADAPTERS = {
+    "use_peft": None,
+    "lora_dropout": None,
+    "lora_target_modules": None,
+}
+TINY = """
+commands: true
+bf16: false
+tasks: [offline_perplexity]
+feature_layer: -2
+diagnosed: 2
+evaluate: {batch-size: 16}
+groups:
+  wrong:
+    question: What is refused?
+    seeds: [5]
+    variants:
+      aligned: {arm: aligned, stage1: {learning_rate: -1}}
+  tiny:
+    question: Which?
+    seeds: [5, 6]
+    variants:
+      none: {arm: none}
+      gwc: {arm: gwc}
+"""
+
+
+def write_tiny_plan(folder):
+    plan_content = yaml.safe_load(TINY)
+    plan_content["vision"] = tiny_parts.vision(folder / "vision", "dinov2")
+    plan_content["language"] = tiny_parts.language(folder / "language")
+    plan_content["stage1"] = {
+        **STEPS,
+        "recipe": "quickstart-align",
+        "max_steps": 2,
+        "save_steps": 2,
+    }
+    plan_content["stage2"] = {
+        **STEPS,
+        **NO_ADAPTERS,
+        "recipe": "quickstart-tune",
+        "max_steps": 3,
+        "save_steps": 1,
+    }
+    plan_path = folder / "plan.yaml"
+    plan_path.write_text(yaml.safe_dump(plan_content))
+    return plan_path
+
+
+def run_until_a_checkpoint_and_kill(command, stage_folder):
+    process = subprocess.Popen(command, start_new_session=True)
+    while process.poll() is None:
+        if list(stage_folder.glob("checkpoint-*/trainer_state.json")):
+            break
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)  # with the command that it runs
+    return process.wait()
+
+
+def mean_bits_per_byte(work, arm, seed):
+    stage_folder = work / f"tiny-{arm}-seed{seed}" / "stage2"
+    task_folder = stage_folder / "evaluation" / "offline_perplexity"
+    (samples_path,) = task_folder.rglob("samples_*.jsonl")
+    samples = [json.loads(line) for line in samples_path.read_text().splitlines()]
+    return fmean(sample["bits_per_byte"] for sample in samples)
+
+
+def mean_entry_ratio(work, arm):
+    ratios = []
+    for report_path in work.glob(f"tiny-{arm}-seed*/stage2/diagnostics/report.json"):
+        report = json.loads(report_path.read_text())["report"]
+        ratios.append(report["interface"]["ratio"])
+    return fmean(ratios)
 
 
 @pytest.mark.nightly
 def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
-    TINY["vision"] = tiny_parts.vision(tmp_path / "vision", "dinov2")
-    TINY["language"] = tiny_parts.language(tmp_path / "language")
-    file = tmp_path / "plan.yaml"
+    plan_path = write_tiny_plan(tmp_path)
     work = tmp_path / "work"
-    results = tmp_path / "results"
-    file.write_text(yaml.safe_dump(TINY))
-    words = [sys.executable, ROOT / "experiments", "run", file]
-    words += ["--work", work, "--results", results]
+    results_folder = tmp_path / "results"
+    command = [sys.executable, ROOT / "experiments", "run", plan_path]
+    command += ["--work", work, "--results", results_folder]
+    run_folder = work / "tiny-gwc-seed6"
+    first_record = run_folder / "stage1" / "training.json"
 
-    process = subprocess.Popen([*words, "--only", "tiny/gwc/6"], start_new_session=True)
-    started = work / "tiny-gwc-seed6" / "stage2"
-    while process.poll() is None and not list(started.glob("checkpoint-*/trainer_state.json")):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)  # with the command that it runs
-    assert process.wait() and not list(results.glob("*.json"))
-    before = (started.parent / "stage1" / "training.json").stat().st_mtime_ns
+    status = run_until_a_checkpoint_and_kill(
+        [*command, "--only", "tiny/gwc/6"],
+        run_folder / "stage2",
+    )
+    assert status
+    assert not list(results_folder.glob("*.json"))
+    first_stage_ended = first_record.stat().st_mtime_ns
 
-    ended = subprocess.run(words, capture_output=True, text=True)
-    assert ended.returncode == 1 and "Failed: wrong/aligned/5." in ended.stderr
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Failed: wrong/aligned/5." in ended.stderr
     assert "5 failed. ValueError: it ended with status 1: normalign train" in ended.stdout
-    assert (started.parent / "stage1" / "training.json").stat().st_mtime_ns == before
-    assert len(list(results.glob("*.json"))) == 4 and not list(work.rglob("checkpoint-*"))
-    assert "4 of 5 runs are finished" in (page := (results / "report.md").read_text())
+    assert first_record.stat().st_mtime_ns == first_stage_ended
+    assert len(list(results_folder.glob("*.json"))) == 4
+    assert not list(work.rglob("checkpoint-*"))
+    report_text = (results_folder / "report.md").read_text()
+    assert "4 of 5 runs are finished" in report_text
 
-    def asked(arm, seed):
-        folder = work / f"tiny-{arm}-seed{seed}" / "stage2" / "evaluation" / "offline_perplexity"
-        (samples,) = folder.rglob("samples_*.jsonl")
-        return [json.loads(line)["bits_per_byte"] for line in samples.read_text().splitlines()]
+    differences = []
+    for seed in (5, 6):
+        with_norm = mean_bits_per_byte(work, "gwc", seed)
+        without_norm = mean_bits_per_byte(work, "none", seed)
+        differences.append(with_norm - without_norm)
+    mean_difference = fmean(differences)
+    half_width = half_interval(differences)
+    low = mean_difference - half_width
+    high = mean_difference + half_width
+    perplexity_row = re.search(
+        r"^\| perplexity bits per byte \| .*",
+        report_text,
+        re.MULTILINE,
+    )
+    cells = perplexity_row[0].split(" | ")
+    assert cells[1] == f"{mean_difference:+.3f}"
+    assert cells[4] == f"{low:+.3f} to {high:+.3f}"
 
-    apart = [fmean(asked("gwc", seed)) - fmean(asked("none", seed)) for seed in (5, 6)]
-    row = re.search(r"^\| perplexity bits per byte \| .*", page, re.MULTILINE)[0].split(" | ")
-    assert row[1] == f"{fmean(apart):+.3f}"
-    low = fmean(apart) - half_interval(apart)
-    high = fmean(apart) + half_interval(apart)
-    assert row[4] == f"{low:+.3f} to {high:+.3f}"
-    reports = work.glob("tiny-gwc-seed*/stage2/diagnostics/report.json")
-    entry = fmean(json.loads(file.read_text())["report"]["interface"]["ratio"] for file in reports)
-    assert re.search(rf"^\| norm and GWC \| .* \| {entry:.3f} ± ", page, flags=re.M)
-    with Image.open(results / "scores.png") as figure:
+    entry_ratio = mean_entry_ratio(work, "gwc")
+    entry_row = rf"^\| norm and GWC \| .* \| {entry_ratio:.3f} ± "
+    assert re.search(entry_row, report_text, flags=re.M)
+    with Image.open(results_folder / "scores.png") as figure:
         assert figure.width > 500
 
 
-def result(arm, seed, right, average, gain):
-    """Of 8 questions of MMBench, `right` are; all of 10 of POPE are."""
-    answers = {"mmbench_en_dev acc_circular": right, "pope acc": [1.0] * 10}
-    diagnosis = {"entry": 2.0 + seed, "rotation": 0.5}
-    diagnosis["gain"] = gain and {"mean_abs": gain, "start": 0.02}
+def half_interval(values, confidence=0.95):
+    """Returns half the t interval of the mean of some values."""
+    quantile = stats.t.ppf((1 + confidence) / 2, len(values) - 1)
+    return quantile * stdev(values) / math.sqrt(len(values))
+
+
+def run_result(arm, seed, mmbench_scores, average, gain=None):
+    """Returns what a run stores. Its 10 answers to POPE are right."""
+    diagnosis = {
+        "entry": 2.0 + seed,
+        "rotation": 0.5,
+        "gain": None,
+    }
+    if gain is not None:
+        diagnosis["gain"] = {"mean_abs": gain, "start": 0.02}
+
+    answers = {}
+    for benchmark, scores in (
+        ("mmbench_en_dev acc_circular", mmbench_scores),
+        ("pope acc", [1.0] * 10),
+    ):
+        answers[benchmark] = {"asked": benchmark, "scores": scores}
+
     return {
-        **{"group": "qwen", "variant": arm, "seed": seed, "settings": {"arm": arm}},
-        **{"bf16": None, "minutes": 30.0},
-        "answers": {name: {"asked": name, "scores": scores} for name, scores in answers.items()},
+        "group": "qwen",
+        "variant": arm,
+        "seed": seed,
+        "settings": {"arm": arm},
+        "bf16": None,
+        "minutes": 30.0,
+        "answers": answers,
         "columns": {"average": average},
         "diagnosis": {"stage1": diagnosis, "stage2": diagnosis},
         "dynamics": [{"step": 0, "visual": [0.9, 0.7], "text": [0.5, 0.5]}],
@@ -125,149 +217,260 @@ def result(arm, seed, right, average, gain):
 SEEDS = (42, 43, 44)
 
 
-def resampled(differences, share):
-    """The quantile of the mean of as many drawn questions, exactly: a multinomial convolution.
+def chances_of_sums(question_steps) -> dict:
+    """Returns how likely each sum of as many drawn questions is."""
+    count = len(question_steps)
+    chances = {0: 1.0}
+    for _ in range(count):
+        next_chances = {}
+        for total, chance in chances.items():
+            for step in question_steps:
+                before = next_chances.get(total + step, 0.0)
+                next_chances[total + step] = before + chance / count
+        chances = next_chances
+    return chances
+
+
+def resampled_quantile(differences, share):
+    """Returns the quantile of the mean of as many drawn questions, by an exact convolution.
 
     `differences` are of questions, in steps of 1/3 (the mean of three seeds of 0 or 1).
     """
-    steps = [round(3 * value) for value in differences]
-    count = len(steps)
-    sums = {0: 1.0}
-    for _ in range(count):
-        following = {}
-        for total, chance in sums.items():
-            for step in steps:
-                following[total + step] = following.get(total + step, 0.0) + chance / count
-        sums = following
+    question_steps = [round(3 * difference) for difference in differences]
+    chances = chances_of_sums(question_steps)
     below = 0.0
-    for total in sorted(sums):
-        below += sums[total]
+    for total in sorted(chances):
+        below += chances[total]
         if below >= share:
-            return total / 3 / count
+            return total / 3 / len(question_steps)
     raise AssertionError("shares sum to 1")
 
 
-def test_the_report_is_that_of_a_computation_by_hand(tmp_path):
-    """Intervals of 2 benchmarks are at 97.5 % (Bonferroni), that of the average at 95 %."""
-    group = {"question": "Is it?", "paper": "Qwen2.5-7B", "seeds": list(SEEDS)}
-    group["variants"] = {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}}
-    content = {"commands": True, "bf16": None, "tasks": ["mmbench_en_dev", "pope"]}
-    content |= {"stage1": {"recipe": "align-qwen2.5-7b"}, "stage2": {"recipe": "tune-qwen2.5-7b"}}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**content, "groups": {"qwen": group}}))
-    plan = read_plan(tmp_path / "plan.yaml", tmp_path)
-    none = [1.0, 0, 0, 0, 0, 0, 0, 0]
-    better = {42: [1.0, 1, 1, 0, 0, 0, 0, 0], 43: [1.0, 1, 1, 1, 0, 0, 0, 0]}
-    better[44] = [1.0, 1, 0, 0, 0, 0, 0, 0]
-    averages = {"none": (60.0, 61.0, 60.5), "gwc": (60.5, 61.7, 61.1)}
-    gains = {"none": (None,) * 3, "gwc": (0.03, 0.05, 0.04)}
-    for run in plan.runs():
-        place = SEEDS.index(run.seed)
-        right = none if run.name == "none" else better[run.seed]
-        measured = right, averages[run.name][place], gains[run.name][place]
-        options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
-        stored = {**result(run.name, run.seed, *measured), "options": options}
-        (tmp_path / f"{run.key}.json").write_text(json.dumps(stored))
-    page = write_report(plan).read_text()
-
-    by_seed = [100 * (fmean(better[seed]) - fmean(none)) for seed in SEEDS]
-    half = half_interval(by_seed, 0.975)
-    assert half > 1.3 * half_interval(by_seed, 0.95)  # the level can be told
-    over_seeds = f"{25 - half:+.2f} to {25 + half:+.2f}"
-    differences = [
-        fmean(better[seed][number] - none[number] for seed in SEEDS) for number in range(8)
+def resampled_interval(differences, low, high):
+    """Returns both ends in percent."""
+    return [
+        100 * resampled_quantile(differences, low),
+        100 * resampled_quantile(differences, high),
     ]
-    ends = [100 * resampled(differences, share) for share in (0.0125, 0.9875)]
-    at_95 = [100 * resampled(differences, share) for share in (0.025, 0.975)]
-    assert ends != at_95
-    over_questions = f"{ends[0]:+.2f} to {ends[1]:+.2f}"
-    few = "too few questions to tell"
-    if 2 * half >= ends[1] - ends[0]:
-        few = "too few seeds to tell"
-    # The paper: 77.66 - 76.80 and 69.41 - 68.49.
-    assert f"| MMBench-EN | +25.00 | +0.86 | {over_questions} | {over_seeds} | {few} |" in page
+
+
+# Whether each of 8 questions of MMBench is answered right.
+RIGHT_WITHOUT_NORM = [1.0, 0, 0, 0, 0, 0, 0, 0]
+RIGHT_WITH_NORM = {
+    42: [1.0, 1, 1, 0, 0, 0, 0, 0],
+    43: [1.0, 1, 1, 1, 0, 0, 0, 0],
+    44: [1.0, 1, 0, 0, 0, 0, 0, 0],
+}
+AVERAGES = {
+    "none": (60.0, 61.0, 60.5),
+    "gwc": (60.5, 61.7, 61.1),
+}
+GAINS = {
+    "none": (None, None, None),
+    "gwc": (0.03, 0.05, 0.04),
+}
+
+
+def qwen_plan(folder, groups):
+    """Returns a plan of commands with the paper's recipes for Qwen."""
+    plan_content = {
+        "commands": True,
+        "bf16": None,
+        "tasks": ["mmbench_en_dev", "pope"],
+        "stage1": {"recipe": "align-qwen2.5-7b"},
+        "stage2": {"recipe": "tune-qwen2.5-7b"},
+        "groups": groups,
+    }
+    plan_path = folder / "plan.yaml"
+    plan_path.write_text(yaml.safe_dump(plan_content))
+    return read_plan(plan_path, folder)
+
+
+@pytest.fixture(scope="module")
+def report_text(tmp_path_factory):
+    """The report of six runs."""
+    folder = tmp_path_factory.mktemp("reported")
+    group = {
+        "question": "Is it?",
+        "paper": "Qwen2.5-7B",
+        "seeds": list(SEEDS),
+        "variants": {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}},
+    }
+    plan = qwen_plan(folder, {"qwen": group})
+    for run in plan.runs():
+        mmbench_scores = RIGHT_WITHOUT_NORM
+        if run.name == "gwc":
+            mmbench_scores = RIGHT_WITH_NORM[run.seed]
+        place = SEEDS.index(run.seed)
+        stored = run_result(
+            run.name,
+            run.seed,
+            mmbench_scores,
+            AVERAGES[run.name][place],
+            GAINS[run.name][place],
+        )
+        first_options, second_options = plan.options(run)
+        stored["options"] = {"stage1": first_options, "stage2": second_options}
+        (folder / f"{run.key}.json").write_text(json.dumps(stored))
+    return write_report(plan).read_text()
+
+
+def test_intervals_of_two_benchmarks_in_the_report_are_at_97_5_percent(report_text):
+    """By Bonferroni."""
+    by_seed = []
+    for seed in SEEDS:
+        by_seed.append(100 * (fmean(RIGHT_WITH_NORM[seed]) - fmean(RIGHT_WITHOUT_NORM)))
+    half_width = half_interval(by_seed, 0.975)
+    assert half_width > 1.3 * half_interval(by_seed, 0.95)  # the level can be told
+    over_seeds = f"{25 - half_width:+.2f} to {25 + half_width:+.2f}"
+
+    differences = []
+    for number in range(8):
+        of_question = [RIGHT_WITH_NORM[seed][number] - RIGHT_WITHOUT_NORM[number] for seed in SEEDS]
+        differences.append(fmean(of_question))
+    low, high = resampled_interval(differences, 0.0125, 0.9875)
+    assert [low, high] != resampled_interval(differences, 0.025, 0.975)
+    over_questions = f"{low:+.2f} to {high:+.2f}"
+
+    too_few = "too few questions to tell"
+    if 2 * half_width >= high - low:
+        too_few = "too few seeds to tell"
+    # The paper: 77.66 - 76.80.
+    expected = f"| MMBench-EN | +25.00 | +0.86 | {over_questions} | {over_seeds} | {too_few} |"
+    assert expected in report_text
+
+
+def test_a_benchmark_whose_seeds_are_alike_has_no_interval_in_the_report(report_text):
     alike = "all seeds differ by the same: too few to tell"
-    assert f"| POPE | +0.00 | +0.36 |  |  | {alike} |" in page
-    half = half_interval([0.5, 0.7, 0.6], 0.95)
-    interval = f"{0.6 - half:+.2f} to {0.6 + half:+.2f}"
-    assert f"| average | +0.60 | +0.92 |  | {interval} | the paper's +0.92 is outside |" not in page
-    assert (
-        f"| average | +0.60 | +0.92 |  | {interval} | same sign, the paper's +0.92 is outside |"
-        in page
-    )
-    assert "**The paper's main result holds.**" in page
+    assert f"| POPE | +0.00 | +0.36 |  |  | {alike} |" in report_text
+
+
+def test_the_interval_of_the_average_in_the_report_is_at_95_percent(report_text):
+    half_width = half_interval([0.5, 0.7, 0.6], 0.95)
+    interval = f"{0.6 - half_width:+.2f} to {0.6 + half_width:+.2f}"
+    # The paper: 69.41 - 68.49.
+    differences = f"| average | +0.60 | +0.92 |  | {interval}"
+    assert f"{differences} | the paper's +0.92 is outside |" not in report_text
+    assert f"{differences} | same sign, the paper's +0.92 is outside |" in report_text
+    assert "**The paper's main result holds.**" in report_text
+
+
+def test_scores_in_the_report_are_means_of_seeds_beside_the_paper_s(report_text):
     average = f"61.10 ± {half_interval([60.5, 61.7, 61.1], 0.95):.2f}"
-    right = f"{37.5:.2f} ± {half_interval([37.5, 50, 25], 0.95):.2f}"
-    assert f"| norm and GWC | 3 | {right} | 100.00 | {average} |" in page
-    assert "| the paper's norm and GWC | 1 | 77.66 | 87.87 | 69.41 |" in page
+    mmbench = f"{37.5:.2f} ± {half_interval([37.5, 50, 25], 0.95):.2f}"
+    assert f"| norm and GWC | 3 | {mmbench} | 100.00 | {average} |" in report_text
+    assert "| the paper's norm and GWC | 1 | 77.66 | 87.87 | 69.41 |" in report_text
+
+
+def test_gain_and_entry_in_the_report_are_means_of_seeds(report_text):
     gain = f"2.000 ± {half_interval([1.5, 2.5, 2.0], 0.95):.3f}"
     entry = f"45.000 ± {half_interval([44, 45, 46], 0.95):.3f}"
-    assert f"| norm and GWC | {entry} | 0.500 | {gain} |" in page
+    assert f"| norm and GWC | {entry} | 0.500 | {gain} |" in report_text
 
 
-def half_interval(values, confidence=0.95):
-    """Half the t interval of the mean of some values."""
-    quantile = stats.t.ppf((1 + confidence) / 2, len(values) - 1)
-    return quantile * stdev(values) / math.sqrt(len(values))
-
-
-def of_average(low, high):
-    """Lines of a group whose average's interval is this."""
-    line = Line("average", (low + high) / 2, 0.0, 0.9, None, (low, high))
-    other = Line("POPE", 1.0, 0.0, 0.3, (-9.0, -8.0), (-9.0, -8.0))
-    return {"gwc": [other, line], "aligned": [Line("average", 1.0, 0.0, 0.9, None, (-5.0, -4.0))]}
+def lines_with_average_interval(low, high):
+    """Returns lines of a group. Only the average of `gwc` decides."""
+    average = Line("average", (low + high) / 2, 0.0, 0.9, None, (low, high))
+    pope = Line("POPE", 1.0, 0.0, 0.3, (-9.0, -8.0), (-9.0, -8.0))
+    average_of_aligned = Line("average", 1.0, 0.0, 0.9, None, (-5.0, -4.0))
+    return {
+        "gwc": [pope, average],
+        "aligned": [average_of_aligned],
+    }
 
 
 @pytest.mark.parametrize(
-    ("intervals", "said"),
+    ("intervals", "expected"),
     [
-        ([(0.1, 0.9), (0.2, 1.0)], "holds"),
-        ([(0.1, 0.9), (-0.2, 1.0)], "is not shown"),  # of one of two models
-        ([(-0.1, 0.9), (0.2, 1.0)], "is not shown"),
-        ([(0.1, 0.9)], "is not shown"),  # the other was not run
-        ([(0.1, 0.9), (-0.9, -0.1)], "does not hold"),
-        ([(-0.1, 0.9), (-0.9, -0.1)], "does not hold"),
+        pytest.param([(0.1, 0.9), (0.2, 1.0)], "holds", id="both-above"),
+        pytest.param([(0.1, 0.9), (-0.2, 1.0)], "is not shown", id="only-the-first-above"),
+        pytest.param([(-0.1, 0.9), (0.2, 1.0)], "is not shown", id="only-the-second-above"),
+        pytest.param([(0.1, 0.9)], "is not shown", id="the-other-was-not-run"),
+        pytest.param([(0.1, 0.9), (-0.9, -0.1)], "does not hold", id="above-and-below"),
+        pytest.param([(-0.1, 0.9), (-0.9, -0.1)], "does not hold", id="around-and-below"),
     ],
 )
-def test_the_main_result_needs_both_models(intervals, said):
-    by_group = {str(number): of_average(*ends) for number, ends in enumerate(intervals)}
-    assert main_result(by_group, 2) == said
+def test_the_main_result_needs_both_models(intervals, expected):
+    by_group = {}
+    for number, (low, high) in enumerate(intervals):
+        by_group[str(number)] = lines_with_average_interval(low, high)
+    assert main_result(by_group, 2) == expected
 
 
-def test_intervals_of_nine_benchmarks_are_wider_than_those_of_one():
-    """Bonferroni: each is at 1 - 0.05 / 9; the average's stays at 95 %."""
-    changes = (0.5, 0.7, 0.6)
-    scored = {"none": [60.0, 61.0, 60.5], "gwc": [60.5, 61.7, 61.1]}
-    right = {"none": ([0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1])}
-    right["gwc"] = ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1])
-    arms = {
-        arm: {
-            seed: {
-                "answers": {"pope acc": {"asked": "same", "scores": right[arm][seed]}},
-                "columns": {"average": scored[arm][seed]},
-            }
-            for seed in range(3)
+def results_of_seeds(answers, averages=(), benchmark="pope acc"):
+    """Returns results by seed: right and wrong answers, and averages if they are known."""
+    by_seed = {}
+    for seed, scores in enumerate(answers):
+        columns = {}
+        if averages:
+            columns["average"] = averages[seed]
+        by_seed[seed] = {
+            "answers": {benchmark: {"asked": "same", "scores": scores}},
+            "columns": columns,
         }
-        for arm in scored
+    return by_seed
+
+
+ANSWERS_WITHOUT_NORM = [
+    [0, 0, 0, 0],
+    [0, 0, 0, 0],
+    [0, 0, 0, 1],
+]
+ANSWERS_WITH_NORM = [
+    [1, 0, 0, 0],
+    [1, 1, 0, 0],
+    [1, 1, 1, 1],
+]
+
+
+def assert_interval(line, mean, half_width):
+    expected = (mean - half_width, mean + half_width)
+    assert line.over_seeds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("benchmark_count", [1, 9])
+def test_intervals_of_benchmarks_are_wider_the_more_there_are(benchmark_count):
+    """Bonferroni: each of nine is at 1 - 0.05 / 9; the average's interval stays at 95 %."""
+    by_arm = {
+        "none": results_of_seeds(ANSWERS_WITHOUT_NORM, [60.0, 61.0, 60.5]),
+        "gwc": results_of_seeds(ANSWERS_WITH_NORM, [60.5, 61.7, 61.1]),
     }
-    by_seed = [100 * (fmean(right["gwc"][seed]) - fmean(right["none"][seed])) for seed in range(3)]
-    for benchmarks in (1, 9):
-        pope, average = lines_of(arms, None, benchmarks)["gwc"]
-        half = half_interval(by_seed, 1 - 0.05 / benchmarks)
-        expected = fmean(by_seed) - half, fmean(by_seed) + half
-        assert pope.over_seeds == pytest.approx(expected)
-        half = half_interval(changes, 0.95)
-        assert average.over_seeds == pytest.approx((0.6 - half, 0.6 + half))
+    by_seed = []
+    for with_norm, without_norm in zip(ANSWERS_WITH_NORM, ANSWERS_WITHOUT_NORM, strict=True):
+        by_seed.append(100 * (fmean(with_norm) - fmean(without_norm)))
+
+    pope, average = lines_of(by_arm, None, benchmark_count)["gwc"]
+    pope_half_width = half_interval(by_seed, 1 - 0.05 / benchmark_count)
+    assert_interval(pope, fmean(by_seed), pope_half_width)
+    assert_interval(average, 0.6, half_interval((0.5, 0.7, 0.6), 0.95))
 
 
-def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
-    whole = []
-    for number, (task, metric, _) in enumerate(PAPER_COLUMNS.values(), 1):
-        share = number * (100 if task == "ocrbench" else 0.1)  # OCRBench counts answers, of 1000
-        metrics = [Metric("other", 7.0), Metric(metric, share), Metric(metric, 7.0, subset="part")]
-        whole.append(Evaluation(task, task, metrics, 9, 9, []))
-    assert paper_average(whole) == {"average": pytest.approx(50.0)}
-    partial = [*whole[1:], replace(whole[0], samples=4)]
-    assert paper_average(whole[1:]) == paper_average(partial) == {}
+def evaluations_of_paper_columns():
+    """Returns evaluations of the paper's nine columns, with 10, 20, ... 90 percent."""
+    evaluations = []
+    for number, (task, metric_name, _) in enumerate(PAPER_COLUMNS.values(), 1):
+        score = number * 0.1
+        if task == "ocrbench":
+            score = number * 100  # it counts answers, of 1000
+        metrics = [
+            Metric("other", 7.0),
+            Metric(metric_name, score),
+            Metric(metric_name, 7.0, subset="part"),
+        ]
+        evaluations.append(Evaluation(task, task, metrics, 9, 9, []))
+    return evaluations
+
+
+def test_the_average_is_over_the_papers_nine_columns():
+    evaluations = evaluations_of_paper_columns()
+    assert paper_average(evaluations) == {"average": pytest.approx(50.0)}
+    assert paper_average(evaluations[1:]) == {}
+
+
+def test_there_is_no_average_if_a_task_was_only_partly_evaluated():
+    evaluations = evaluations_of_paper_columns()
+    partly_evaluated = replace(evaluations[0], samples=4)
+    assert paper_average([*evaluations[1:], partly_evaluated]) == {}
 
 
 @pytest.mark.parametrize(
@@ -283,214 +486,315 @@ def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
         ((0.2, 0.8), None, None, "higher"),
         ((-0.1, 1.1), None, None, "not shown"),
         ((0.2, 0.8), (0.1, 0.9), None, "not shown"),  # 0.3 and 0.4 to a side make 0.5
-        # Ends of an interval are in it; without one over questions, or as wide a one, seeds count.
+        # The ends of an interval belong to it.
         ((0.25, 0.75), None, 0.75, "the paper's +0.75 is inside"),
         ((0.25, 0.75), None, 0.25, "the paper's +0.25 is inside"),
         ((0.0, 1.0), None, None, "not shown"),
+        # Seeds count if there is no interval over questions, or one as wide.
         ((-2.0, 3.0), None, 1.0, "too few seeds to tell"),
         ((-2.0, 3.0), (-2.0, 3.0), 1.0, "too few seeds to tell"),
     ],
 )
 def test_a_difference_is_put_into_words_by_the_rule(over_seeds, over_questions, paper, sentence):
-    assert Line("a task", 1.5, 1.0, paper, over_questions, over_seeds).sentence == sentence
+    line = Line("a task", 1.5, 1.0, paper, over_questions, over_seeds)
+    assert line.sentence == sentence
 
 
-def test_a_score_below_that_without_the_norm_is_lower():
-    assert Line("a task", 1.0, 1.5, None, None, (-0.75, -0.25)).sentence == "lower"
+def test_a_score_below_the_reference_is_lower():
+    line = Line("a task", 1.0, 1.5, None, None, (-0.75, -0.25))
+    assert line.sentence == "lower"
 
 
-def seeds_of(answers, averages=(), benchmark="pope acc"):
-    """Results by seed: right and wrong answers, and averages, if they are known."""
-    seeds = {}
-    for seed, right in enumerate(answers):
-        columns = {"average": averages[seed]} if averages else {}
-        asked = {benchmark: {"asked": "same", "scores": right}}
-        seeds[seed] = {"answers": asked, "columns": columns}
-    return seeds
+def test_too_little_is_known_of_one_seed():
+    by_arm = {
+        "none": results_of_seeds([[0, 0, 1]], [60.0]),
+        "gwc": results_of_seeds([[1, 0, 1]], [61.0]),
+    }
+    pope, average = lines_of(by_arm, None, 1)["gwc"]
+    assert pope.benchmark == "POPE"
+    assert pope.sentence == "too few seeds to tell"
+    assert average.benchmark == "average"
+    assert average.sentence == "too few seeds to tell"
 
 
-def test_of_one_seed_too_little_is_known_and_of_none_nothing():
-    arms = {"none": seeds_of([[0, 0, 1]], [60.0]), "gwc": seeds_of([[1, 0, 1]], [61.0])}
-    lines = lines_of(arms, None, 1)["gwc"]
-    assert [line.benchmark for line in lines] == ["POPE", "average"]
-    assert [line.sentence for line in lines] == ["too few seeds to tell"] * 2
-    arms["gwc"] = {7: arms["gwc"][0]}  # another seed
-    assert lines_of(arms, None, 1) == {} == lines_of({"gwc": arms["gwc"]}, None, 1)
+def test_nothing_is_compared_without_a_run_of_the_same_seed():
+    without_norm = results_of_seeds([[0, 0, 1]], [60.0])
+    with_norm = results_of_seeds([[1, 0, 1]], [61.0])
+    of_another_seed = {7: with_norm[0]}
+    assert lines_of({"none": without_norm, "gwc": of_another_seed}, None, 1) == {}
+    assert lines_of({"gwc": of_another_seed}, None, 1) == {}
 
 
 def test_scores_of_ocrbench_are_shares_of_its_questions():
-    arms = {name: seeds_of([[0, 1, 1, 1]], benchmark="ocrbench total") for name in ("none", "gwc")}
-    (line,) = lines_of(arms, None, 1)["gwc"]
-    assert (line.benchmark, line.score, line.reference) == ("OCRBench", 75.0, 75.0)
+    by_arm = {
+        "none": results_of_seeds([[0, 1, 1, 1]], benchmark="ocrbench total"),
+        "gwc": results_of_seeds([[0, 1, 1, 1]], benchmark="ocrbench total"),
+    }
+    (line,) = lines_of(by_arm, None, 1)["gwc"]
+    assert line.benchmark == "OCRBench"
+    assert line.score == 75.0
+    assert line.reference == 75.0
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """The figures that are drawn, in place of their files."""
+def drawn_figures(monkeypatch):
+    """Keeps the figures that are drawn, and leaves their files empty."""
     figures = []
 
-    def keep(figure, file, **options):
+    def keep_figure(figure, file, **options):
         figures.append(figure)
         file.touch()
 
-    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", keep_figure)
     return figures
 
 
-def two_groups(tmp_path, *papers):
-    """A plan of commands, whose groups are of these models of the paper."""
-    content = {"commands": True, "bf16": None, "tasks": ["mmbench_en_dev", "pope"]}
-    content |= {"stage1": {"recipe": "align-qwen2.5-7b"}, "stage2": {"recipe": "tune-qwen2.5-7b"}}
+def plan_of_groups(folder, *papers):
+    """Returns a plan with a group for each of these models of the paper."""
     groups = {}
     for number, paper in enumerate(papers):
-        variants = {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}}
-        groups[f"g{number}"] = {"question": "?", "seeds": [42], "variants": variants}
-        groups[f"g{number}"] |= {"paper": paper} if paper else {}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**content, "groups": groups}))
-    return read_plan(tmp_path / "plan.yaml", tmp_path)
+        group = {
+            "question": "?",
+            "seeds": [42],
+            "variants": {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}},
+        }
+        if paper:
+            group["paper"] = paper
+        groups[f"g{number}"] = group
+    return qwen_plan(folder, groups)
 
 
-def of_two_seeds(arm):
-    """With an average that is 1 higher, or 1.1, with norm and GWC."""
-    gain = 0.0 if arm == "none" else 0.03
+def run_results_of_two_seeds(arm):
+    """Returns results whose averages are 1 and 1.1 higher with norm and GWC."""
+    averages = {42: 60.0, 43: 61.0}
+    gain = None
+    if arm == "gwc":
+        averages = {42: 61.0, 43: 62.1}
+        gain = 0.03
+
     results = {}
-    for seed, average in ((42, 60.0), (43, 61.0)):
-        average += gain and 1.0 + (seed == 43) / 10
-        results[seed] = result(arm, seed, [1.0] * 4 + [0.0] * 4, average, gain or None)
-        results[seed]["dynamics"].append({"step": 50, "visual": [0.8, 0.6], "text": [0.4, 0.4]})
+    for seed, average in averages.items():
+        results[seed] = run_result(arm, seed, [1.0] * 4 + [0.0] * 4, average, gain)
+        later_step = {"step": 50, "visual": [0.8, 0.6], "text": [0.4, 0.4]}
+        results[seed]["dynamics"].append(later_step)
+    return results
+
+
+def results_of_groups(count):
+    results = {}
+    for number in range(count):
+        for arm in ("none", "gwc"):
+            results[f"g{number}/{arm}"] = run_results_of_two_seeds(arm)
     return results
 
 
 @pytest.mark.parametrize(
-    ("papers", "measured", "said"),
+    ("papers", "measured_groups", "expected"),
     [
-        (("Qwen2.5-7B", "Llama-3.2-3B"), 1, "main result is not shown"),  # of one of two models
-        (("Qwen2.5-7B", None), 1, "main result is not shown"),
-        (("Qwen2.5-7B", None), 2, "main result holds"),
-        ((None, None), 2, None),
+        pytest.param(
+            ("Qwen2.5-7B", "Llama-3.2-3B"), 1, "main result is not shown", id="one-of-two-models"
+        ),
+        pytest.param(
+            ("Qwen2.5-7B", None), 1, "main result is not shown", id="the-other-not-measured"
+        ),
+        pytest.param(("Qwen2.5-7B", None), 2, "main result holds", id="one-is-the-paper-s"),
+        pytest.param((None, None), 2, None, id="none-is-the-paper-s"),
     ],
 )
 def test_the_main_result_is_told_of_all_models_if_the_paper_has_any(
-    tmp_path, drawn, papers, measured, said
+    tmp_path, drawn_figures, papers, measured_groups, expected
 ):
-    plan = two_groups(tmp_path, *papers)
-    arms = {name: of_two_seeds(name) for name in ("none", "gwc")}
-    results = {f"g{n}/{name}": arms[name] for n in range(measured) for name in arms}
-    text = "\n".join(sections(plan, results))
-    assert said in text if said else "main result" not in text
+    plan = plan_of_groups(tmp_path, *papers)
+    report_text = "\n".join(sections(plan, results_of_groups(measured_groups)))
+    if expected is None:
+        assert "main result" not in report_text
+    else:
+        assert expected in report_text
 
 
 def test_a_column_that_the_paper_lacks_is_empty_in_its_row():
-    page = "\n".join(_scores({"gwc": seeds_of([[1, 0]], [60.0], "own acc")}, "Qwen2.5-7B"))
-    assert "| norm and GWC | 1 | 0.50 | 60.00 |" in page
-    assert "| the paper's norm and GWC | 1 |  | 69.41 |" in page
+    by_arm = {"gwc": results_of_seeds([[1, 0]], [60.0], "own acc")}
+    table = "\n".join(_scores(by_arm, "Qwen2.5-7B"))
+    assert "| norm and GWC | 1 | 0.50 | 60.00 |" in table
+    assert "| the paper's norm and GWC | 1 |  | 69.41 |" in table
 
 
-def test_the_figure_shows_differences_and_cosines_by_step(tmp_path, drawn):
-    plan = two_groups(tmp_path, "Qwen2.5-7B")
-    results = {f"g0/{name}": of_two_seeds(name) for name in ("none", "gwc")}
-    sections(plan, results)
-    (figure,) = drawn
+@pytest.fixture
+def figure_axes(tmp_path, drawn_figures):
+    """Both axes of the figure of a group."""
+    plan = plan_of_groups(tmp_path, "Qwen2.5-7B")
+    sections(plan, results_of_groups(1))
+    (figure,) = drawn_figures
     above, below = figure.axes
-    assert [text.get_text() for text in above.get_legend().get_texts()] == [
-        *("norm and GWC", "the paper's"),
-    ]
-    differences = [line.get_ydata()[0] for line in above.lines if line.get_marker() == "o"]
+    return above, below
+
+
+def test_the_figure_shows_differences_beside_the_paper_s(figure_axes):
+    above, _ = figure_axes
+    labels = [text.get_text() for text in above.get_legend().get_texts()]
+    assert labels == ["norm and GWC", "the paper's"]
+    differences = []
+    for line in above.lines:
+        if line.get_marker() == "o":
+            differences.append(line.get_ydata()[0])
     assert differences == pytest.approx([0.0, 0.0, 1.05])
-    assert all(list(line.get_xdata()) == [0, 50] for line in below.lines)
-    curves = {line.get_label(): list(line.get_ydata()) for line in below.lines}
-    assert len(curves) == 4
+
+
+def test_the_figure_shows_cosines_by_step(figure_axes):
+    _, below = figure_axes
+    cosines = {}
+    for line in below.lines:
+        assert list(line.get_xdata()) == [0, 50]
+        cosines[line.get_label()] = list(line.get_ydata())
+    assert len(cosines) == 4
     for arm in ("none", "gwc"):
-        assert curves[f"{NAMES[arm]}, visual tokens"] == pytest.approx([0.8, 0.7])
-        assert curves[f"{NAMES[arm]}, text tokens"] == pytest.approx([0.5, 0.4])
+        assert cosines[f"{NAMES[arm]}, visual tokens"] == pytest.approx([0.8, 0.7])
+        assert cosines[f"{NAMES[arm]}, text tokens"] == pytest.approx([0.5, 0.4])
 
 
-def test_nothing_is_said_of_seeds_or_questions_that_all_differ_alike():
+@pytest.mark.parametrize(
+    ("without_norm", "with_norm", "sentence"),
+    [
+        pytest.param(
+            [[0, 0, 1], [0, 1, 0]],
+            [[1, 0, 1], [0, 1, 1]],
+            "all seeds differ by the same: too few to tell",
+            id="seeds",
+        ),
+        pytest.param(
+            [[0, 0], [0, 0], [0, 0]],
+            [[0, 0], [1, 1], [1, 1]],
+            "all questions differ by the same: too few to tell",
+            id="questions",
+        ),
+    ],
+)
+def test_nothing_is_said_of_seeds_or_questions_that_all_differ_alike(
+    without_norm, with_norm, sentence
+):
     """Two seeds with the same difference do not make it certain."""
-    alike = {"none": ([0, 0, 1], [0, 1, 0]), "gwc": ([1, 0, 1], [0, 1, 1])}
-    unlike = {"none": ([0, 0], [0, 0], [0, 0]), "gwc": ([0, 0], [1, 1], [1, 1])}
-    for scores, sentence in (
-        (alike, "all seeds differ by the same: too few to tell"),
-        (unlike, "all questions differ by the same: too few to tell"),
-    ):
-        arms = {}
-        for arm, of_seeds in scores.items():
-            arms[arm] = {}
-            for seed, right in enumerate(of_seeds):
-                answers = {"pope acc": {"asked": "same", "scores": right}}
-                arms[arm][seed] = {"answers": answers, "columns": {}}
-        (line,) = lines_of(arms, None, 1)["gwc"]
-        assert line.sentence == sentence and line.interval is None
+    by_arm = {
+        "none": results_of_seeds(without_norm),
+        "gwc": results_of_seeds(with_norm),
+    }
+    (line,) = lines_of(by_arm, None, 1)["gwc"]
+    assert line.sentence == sentence
+    assert line.interval is None
 
 
-METHODS = {"align": "--stage align", "all": "--stage tune"}
-METHODS["adapters"] = "--stage tune --use_peft --lora_r 4"
+METHODS = {
+    "align": ["--stage", "align"],
+    "all": ["--stage", "tune"],
+    "adapters": ["--stage", "tune", "--use_peft", "--lora_r", "4"],
+}
+
+
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory):
+    """Random models with a row.
+
+    Attention is a large part of the cost of the first. The second is larger and has grouped heads.
+    """
+    folders = []
+    for shape, image_side in (("tiny", 32), ("50m", 128)):
+        folder = tmp_path_factory.mktemp(shape)
+        random_checkpoint(folder, shape)
+        write_rows(folder, image_side, [(1, 60)])
+        folders.append(folder)
+    return folders
+
+
+def trainer_of(folder, method, checkpointing):
+    options = [
+        *METHODS[method],
+        *("--bf16", "false"),
+        *("--attn_implementation", "eager"),
+        *("--model_name_or_path", f"{folder}/checkpoint"),
+        *("--dataset_name", f"{folder}/data"),
+        *("--output_dir", f"{folder}/run"),
+        *("--gradient_checkpointing", checkpointing),
+        *("--global_batch_size", "1"),
+        *("--per_device_train_batch_size", "1"),
+    ]
+    trainer, _ = make_trainer(*parse(options))
+    return trainer
+
+
+def count_operations(model, batch, labels):
+    """Returns what torch counts in a forward and backward pass."""
+    with FlopCounterMode(display=False) as counter:  # it misses products of TRL's own loss
+        logits = model(**batch).logits[:, :-1].flatten(0, 1)
+        targets = labels[:, 1:].flatten()
+        torch.nn.functional.cross_entropy(logits, targets).backward()
+    return counter.get_total_flops()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", pytest.param("false", marks=NIGHTLY)])
 @pytest.mark.parametrize(
-    "method", [*(pytest.param(name, marks=NIGHTLY) for name in ("align", "all")), "adapters"]
+    "method",
+    [
+        pytest.param("align", marks=NIGHTLY),
+        pytest.param("all", marks=NIGHTLY),
+        "adapters",
+    ],
 )
-def test_operations_are_those_that_torch_counts(models, method, checkpointing):
-    for folder in models:
-        options = f"{METHODS[method]} --bf16 false --attn_implementation eager"
-        options += f" --model_name_or_path {folder}/checkpoint --dataset_name {folder}/data"
-        options += f" --output_dir {folder}/run --gradient_checkpointing {checkpointing}"
-        options += " --global_batch_size 1 --per_device_train_batch_size 1"
-        trainer, _ = make_trainer(*parse(options.split()))
+def test_operations_are_those_that_torch_counts(model_folders, method, checkpointing):
+    for folder in model_folders:
+        trainer = trainer_of(folder, method, checkpointing)
         model = trainer.model.train()
-        batch = largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
         if checkpointing == "true":
             model.gradient_checkpointing_enable()
+        batch = largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
         labels = batch.pop("labels")
-        with FlopCounterMode(display=False) as counter:  # it misses products of TRL's own loss
-            logits = model(**batch).logits[:, :-1].flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()).backward()
-        text = batch["input_ids"].shape[1] - base_model(model).config.image_seq_length
-        counted = counter.get_total_flops()
-        operations = row_flops(trainer, text)
+        counted = count_operations(model, batch, labels)
+
+        token_count = batch["input_ids"].shape[1]
+        text_length = token_count - base_model(model).config.image_seq_length
+        operations = row_flops(trainer, text_length)
         assert operations.total() == pytest.approx(counted, rel=0.03)
-        few = row_flops(trainer, text, scored=1)
-        several = row_flops(trainer, text, images=3)
-        tokens = batch["input_ids"].shape[1]
-        assert few == operations | {"head": operations["head"] / tokens}
+
+        one_scored = row_flops(trainer, text_length, scored=1)
+        expected = operations | {"head": operations["head"] / token_count}
+        assert one_scored == expected
+
+        three_images = row_flops(trainer, text_length, images=3)
         for part in ("vision tower", "projector"):
-            assert several[part] == pytest.approx(3 * operations[part])
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Random models with a row: one whose attention counts, and a larger one with grouped heads."""
-    folders = []
-    for shape, side in (("tiny", 32), ("50m", 128)):
-        folders.append(tmp_path_factory.mktemp(shape))
-        random_checkpoint(folders[-1], shape)
-        write_rows(folders[-1], side, [(1, 60)])
-    return folders
+            assert three_images[part] == pytest.approx(3 * operations[part])
 
 
 @pytest.mark.nightly
-def test_the_price_of_the_papers_plan():
+@pytest.mark.parametrize(
+    ("model_name", "layers", "width", "inner_width", "key_width", "vocabulary"),
+    [
+        pytest.param("llama-3.2-3b", 28, 3072, 8192, 1024, 128_256, id="llama"),
+        pytest.param("qwen2.5-7b", 28, 3584, 18_944, 512, 152_064, id="qwen"),
+    ],
+)
+def test_the_price_of_the_papers_plan(
+    model_name, layers, width, inner_width, key_width, vocabulary
+):
     plan = read_plan(ROOT / "experiments" / "table4.yaml")
-    page = (DOCS / "train.md").read_text()
-    for name, layers, width, inner, keys, vocabulary in (
-        ("llama-3.2-3b", 28, 3072, 8192, 1024, 128_256),
-        ("qwen2.5-7b", 28, 3584, 18_944, 512, 152_064),
-    ):
-        run = next(run for run in plan.runs() if run.group == name)
-        costs, untrained = run_cost(plan, run, "80GB")
-        align = costs["stage1"]
-        tune = costs["stage2"]
-        weights = layers * (2 * width**2 + 2 * width * keys + 3 * width * inner)
-        assert align.steps == math.ceil(558_128 / 256) and tune.steps == math.ceil(779_289 / 128)
-        assert align.tokens == 2181 * 256 * (729 + 60)
-        # Everything trained: 6 N, and 2 N again by checkpointing but for a layer's last product; in
-        # small, torch's counter says so above. The encoder is a tenth.
-        again = weights - layers * width * inner
-        language = tune.tokens * (6 * weights + 2 * again + 6 * vocabulary * width)
-        assert 1.03 < tune.flops / language < 1.25
-        assert re.search(rf"`tune-{name}`.*{tune.memory(1) / 2**30:.1f} GiB", page)
-        divided = 4 * tune.kept * (1 - 1 / 8)  # float32 weights, gradients and two states
-        assert tune.memory(8) == pytest.approx(tune.memory(1) - divided, rel=0.02)
-        assert untrained == pytest.approx(tune.kept / 2, rel=0.01)
+    train_page = (DOCS / "train.md").read_text()
+    first_run = next(run for run in plan.runs() if run.group == model_name)
+    costs, untrained_bytes = run_cost(plan, first_run, "80GB")
+    align = costs["stage1"]
+    tune = costs["stage2"]
+    assert align.steps == math.ceil(558_128 / 256)
+    assert tune.steps == math.ceil(779_289 / 128)
+    assert align.tokens == 2181 * 256 * (729 + 60)
+
+    # Everything trained: 6 N, and 2 N again by checkpointing but for a layer's last product; in
+    # small, torch's counter says so above. The encoder is a tenth.
+    attention_weights = 2 * width**2 + 2 * width * key_width
+    weights = layers * (attention_weights + 3 * width * inner_width)
+    computed_again = weights - layers * width * inner_width
+    of_token = 6 * weights + 2 * computed_again + 6 * vocabulary * width
+    language_flops = tune.tokens * of_token
+    assert 1.03 < tune.flops / language_flops < 1.25
+
+    gibibytes = tune.memory(1) / 2**30
+    assert re.search(rf"`tune-{model_name}`.*{gibibytes:.1f} GiB", train_page)
+    divided_bytes = 4 * tune.kept * (1 - 1 / 8)  # float32 weights, gradients and two states
+    assert tune.memory(8) == pytest.approx(tune.memory(1) - divided_bytes, rel=0.02)
+    assert untrained_bytes == pytest.approx(tune.kept / 2, rel=0.01)

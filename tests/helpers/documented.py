@@ -44,7 +44,7 @@ def page_from_fields(page: str) -> str:
     refused = ", ".join(sorted(refusal(option) for option in known if option not in used))
     for head, text in {
         "defaults in brackets:\n": "\n".join(map(item, used)),
-        "left out altogether:\n": textwrap.fill(refused, 128, break_on_hyphens=False),
+        "the reason:\n": textwrap.fill(refused, 128, break_on_hyphens=False),
     }.items():
         before, after = page.split(f"{head}\n")
         page = f"{before}{head}\n{text}\n\n" + after.split("\n\n", 1)[1]

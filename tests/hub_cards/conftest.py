@@ -1,13 +1,13 @@
 import shutil
 
-import card_folder as made
+import card_folder
 import pytest
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """A checkpoint with nothing but what `build` writes."""
-    return made.bare(tmp_path_factory.mktemp("card"))
+    return card_folder.bare(tmp_path_factory.mktemp("card"))
 
 
 @pytest.fixture
@@ -19,30 +19,31 @@ def folder(tmp_path, built):
 @pytest.fixture
 def full(folder):
     """The same with all that a card can show."""
-    return made.full(folder)
+    return card_folder.full(folder)
 
 
 @pytest.fixture
 def start(hub, prepared):
-    """Starts `normalign publish` of a folder as ann/m, by Ann if nothing else is said."""
+    """Starts `normalign publish` of a folder as ann/m, by Ann unless a token is given."""
 
-    def start(folder, *options, token=None, **environment):
-        words = ["-m", "normalign_llava", "publish", folder, "--repo-id", "ann/m", *options]
-        environment |= {"HF_TOKEN": token or hub.token("ann"), "COLUMNS": "60"}
-        return prepared.start(words, **environment)
+    def start_command(folder, *options, token=None, **environment):
+        command = ["-m", "normalign_llava", "publish", folder, "--repo-id", "ann/m", *options]
+        environment["HF_TOKEN"] = token or hub.token("ann")
+        environment["COLUMNS"] = "60"
+        return prepared.start(command, **environment)
 
-    return start
+    return start_command
 
 
 @pytest.fixture
 def publish(start, hub):
-    """What became of `normalign publish`: status, and its output on one line. No token is in it."""
+    """Returns the status of `normalign publish`, and its output on one line, without a token."""
 
-    def publish(folder, *options, **named):
-        process = start(folder, *options, **named).wait()
-        shown = " ".join((process.stdout + process.stderr).split())
+    def run_command(folder, *options, **environment):
+        ended = start(folder, *options, **environment).wait()
+        shown = " ".join((ended.stdout + ended.stderr).split())
         for token in hub.accounts:
             assert token not in shown
-        return process.returncode, shown
+        return ended.returncode, shown
 
-    return publish
+    return run_command

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from functools import partial
+from contextlib import contextmanager
 from importlib import import_module
 from threading import Thread
 from types import SimpleNamespace
@@ -45,12 +45,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 QUESTION = "what color is it?"
 
 
-def until(holds, seconds=90.0):
-    """Waits until `holds()` is true, and returns what it gave."""
+def wait_until(condition, seconds=90.0):
+    """Waits until `condition()` is true, and returns what it gave."""
     deadline = time.monotonic() + seconds
-    while not (value := holds()):
+    value = condition()
+    while not value:
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
+        value = condition()
     return value
 
 
@@ -72,133 +74,226 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
+    """The model and its processor."""
     return demo_parts.load(checkpoint)
 
 
 @pytest.fixture(scope="module")
-def red(tmp_path_factory):
-    file = tmp_path_factory.mktemp("images") / "red.png"
-    Image.new("RGB", (30, 40), "red").save(file)
-    return file
+def red_image(tmp_path_factory):
+    image_path = tmp_path_factory.mktemp("images") / "red.png"
+    Image.new("RGB", (30, 40), "red").save(image_path)
+    return image_path
 
 
 @pytest.fixture(scope="module")
-def url(demo_app, loaded):
-    app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
-    demo_app.launch(app, server_port=free_port(), prevent_thread_lock=True, quiet=True)
-    yield app.local_url
-    app.close()
+def app_url(demo_app, loaded):
+    demo_page = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
+    demo_app.launch(demo_page, server_port=free_port(), prevent_thread_lock=True, quiet=True)
+    yield demo_page.local_url
+    demo_page.close()
 
 
-def client(url):
-    return Client(url, verbose=False, analytics_enabled=False)
+def make_client(address):
+    return Client(address, verbose=False, analytics_enabled=False)
 
 
-def test_the_page_streams_what_generate_answers_and_then_shows_the_maps(url, checkpoint, red):
-    job = client(url).submit(handle_file(red), QUESTION, api_name="/ask")
-    answer, maps = job.result()
-    expected = generate(checkpoint, QUESTION, Image.open(red), tokens=80)[0]
-    assert answer == expected.strip() != ""
-    texts = [text for text, _ in job.outputs()]
-    assert len(set(texts)) > 3 and all(answer.startswith(text.strip()) for text in texts)
-    assert [entry["caption"].partition(":")[0] for entry in maps] == ["Mean", "Layer 1", "Layer 2"]
-    assert Image.open(maps[0]["image"]).size == (336, 336)
+def last_of(answers):
+    """Returns the last answer and its maps."""
+    *_, last_answer = answers
+    return last_answer
 
 
-@pytest.mark.parametrize("vision", ["clip", "registers"])
-def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
-    demo_app, tmp_path, vision
-):
-    folder = demo_parts.checkpoint(tmp_path, vision=vision)
-    (model, processor) = demo_parts.load(folder)
-    (twin, _) = demo_parts.load(folder)
-    for layer in (*model.get_decoder().layers, *twin.get_decoder().layers):
-        layer.self_attn.q_proj.weight.data *= 50  # so that attention is uneven
-    image = demo_parts.noise((16, 32))  # of which the encoder gets the middle
-    inputs = demo_parts.prompt(processor, image, "what is it")
-    answer = processor.tokenizer("a cat<|im_end|>", add_special_tokens=False)["input_ids"]
-    ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], 1)
-    maps = demo_app.attention(model, processor, inputs, ids)
-    words = processor.tokenizer.convert_ids_to_tokens(ids[0].tolist())
-    patches = [place for place, word in enumerate(words) if word == "<image>"][-4:]
-    asking = [n for n in range(patches[-1] + 1, len(words)) if "<|im_" not in words[n]]
-    with torch.no_grad():
-        pixels = inputs["pixel_values"].double()
-        heads = twin.double()(input_ids=ids, pixel_values=pixels, output_attentions=True).attentions
-    assert list(maps) == [1, 2] == list(range(1, len(heads) + 1))
-    drawn = demo_app.heatmaps(maps, inputs["pixel_values"][0], processor)
-    whole = (maps[1].sum() + maps[2].sum()).item() / 2
-    assert drawn[0][1] == f"Mean: {whole:.1%}" and len(drawn) == 3
-    for number, row in maps.items():
-        layer = heads[number - 1][0].tolist()
-        looks = len(layer) * len(asking)
-        expected = [sum(head[n][p] for head in layer for n in asking) / looks for p in patches]
-        assert row.tolist() == pytest.approx(expected, rel=1e-5)
-        picture, caption = drawn[number]
-        assert caption == f"Layer {number}: {sum(expected):.1%}"
-        # What the map adds to the grey image is brightest where the attention is.
-        grey = np.asarray(image.crop((0, 8, 16, 24)).resize((336, 336), 0).convert("L"), float)
-        added = np.asarray(picture, float).mean(2) - 0.4 * grey
-        quarters = [added[y : y + 168, x : x + 168].mean() for y in (0, 168) for x in (0, 168)]
-        assert np.argsort(quarters).tolist() == np.argsort(expected).tolist()
+@pytest.fixture(scope="module")
+def finished_job(app_url, red_image):
+    """A question that was answered."""
+    job = make_client(app_url).submit(handle_file(red_image), QUESTION, api_name="/ask")
+    job.result()
+    return job
+
+
+def test_the_page_streams_what_generate_answers(finished_job, checkpoint, red_image):
+    answer, _ = finished_job.result()
+    expected = generate(checkpoint, QUESTION, Image.open(red_image), tokens=80)[0].strip()
+    assert answer == expected
+    assert answer
+    streamed_texts = [text for text, _ in finished_job.outputs()]
+    assert len(set(streamed_texts)) > 3
+    for text in streamed_texts:
+        assert answer.startswith(text.strip())
+
+
+def test_the_page_then_shows_the_maps(finished_job):
+    _, attention_maps = finished_job.result()
+    labels = [entry["caption"].partition(":")[0] for entry in attention_maps]
+    assert labels == ["Mean", "Layer 1", "Layer 2"]
+    assert Image.open(attention_maps[0]["image"]).size == (336, 336)
+
+
+def sharpen_attention(model):
+    """Makes attention uneven."""
+    for layer in model.get_decoder().layers:
+        layer.self_attn.q_proj.weight.data *= 50
+
+
+class AskedImage:
+    """A model that was asked about an image, its maps, and the attention of a plain forward.
+
+    The encoder gets the middle of the image, as four patches.
+    """
+
+    def __init__(self, demo_app, folder):
+        model, processor = demo_parts.load(folder)
+        sharpen_attention(model)
+        self.image = demo_parts.noise((16, 32))
+        self.inputs = demo_parts.prompt(processor, self.image, "what is it")
+        answer = processor.tokenizer("a cat<|im_end|>", add_special_tokens=False)["input_ids"]
+        self.input_ids = torch.cat([self.inputs["input_ids"], torch.tensor([answer])], 1)
+        self.words = processor.tokenizer.convert_ids_to_tokens(self.input_ids[0].tolist())
+        self.maps = demo_app.attention(model, processor, self.inputs, self.input_ids)
+        pixel_values = self.inputs["pixel_values"][0]
+        self.pictures = demo_app.heatmaps(self.maps, pixel_values, processor)
+        self.attentions = self.plain_attentions(folder)
+
+    def plain_attentions(self, folder):
+        """Returns the attention of each layer of a plain forward in float64."""
+        model, _ = demo_parts.load(folder)
+        sharpen_attention(model)
+        with torch.no_grad():
+            outputs = model.double()(
+                input_ids=self.input_ids,
+                pixel_values=self.inputs["pixel_values"].double(),
+                output_attentions=True,
+            )
+        return outputs.attentions
+
+    def patch_places(self):
+        return [position for position, word in enumerate(self.words) if word == "<image>"][-4:]
+
+    def asking_places(self):
+        """Returns the places of the words after the image."""
+        after_image = range(self.patch_places()[-1] + 1, len(self.words))
+        return [position for position in after_image if "<|im_" not in self.words[position]]
+
+    def expected_shares(self, layer):
+        """Returns how much the words after the image look at each patch, in the mean of heads."""
+        attention = self.attentions[layer - 1][0]
+        attention_to_patches = attention[:, self.asking_places()][:, :, self.patch_places()]
+        return attention_to_patches.mean(dim=(0, 1)).tolist()
+
+
+@pytest.fixture(scope="module", params=["clip", "registers"])
+def asked_image(request, demo_app, tmp_path_factory):
+    root = tmp_path_factory.mktemp(request.param)
+    folder = demo_parts.checkpoint(root, vision=request.param)
+    return AskedImage(demo_app, folder)
+
+
+def test_the_maps_are_those_of_a_plain_forward(asked_image):
+    assert len(asked_image.attentions) == 2
+    assert list(asked_image.maps) == [1, 2]
+    for layer_number, shares in asked_image.maps.items():
+        expected = asked_image.expected_shares(layer_number)
+        assert shares.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_captions_of_maps_have_the_shares_of_the_image(asked_image):
+    attention_maps = asked_image.maps
+    mean_share = (attention_maps[1].sum() + attention_maps[2].sum()).item() / 2
+    assert len(asked_image.pictures) == 3
+    assert asked_image.pictures[0][1] == f"Mean: {mean_share:.1%}"
+    for layer_number in attention_maps:
+        image_share = sum(asked_image.expected_shares(layer_number))
+        assert asked_image.pictures[layer_number][1] == f"Layer {layer_number}: {image_share:.1%}"
+
+
+def test_the_maps_lie_where_the_patches_are(asked_image):
+    """What a map adds to the grey image is brightest where the attention is."""
+    middle = asked_image.image.crop((0, 8, 16, 24))
+    grey = np.asarray(middle.resize((336, 336), 0).convert("L"), float)
+    for layer_number in asked_image.maps:
+        picture, _ = asked_image.pictures[layer_number]
+        added_color = np.asarray(picture, float).mean(2) - 0.4 * grey
+        patches = added_color.reshape(2, 168, 2, 168)
+        brightness = patches.mean((1, 3)).flatten()
+        expected = asked_image.expected_shares(layer_number)
+        assert np.argsort(brightness).tolist() == np.argsort(expected).tolist()
 
 
 def test_an_answer_that_still_runs_in_another_thread_is_in_no_map(demo_app, loaded):
     model, processor = loaded
-    first, other = (
-        demo_parts.prompt(processor, demo_parts.noise((16, 16)), text) for text in ("red?", "blue")
-    )
-    asked = (model, processor, first, first["input_ids"])
-    expected = demo_app.attention(*asked)
+    inputs = demo_parts.prompt(processor, demo_parts.noise((16, 16)), "red?")
+    other_inputs = demo_parts.prompt(processor, demo_parts.noise((16, 16)), "blue")
+    expected = demo_app.attention(model, processor, inputs, inputs["input_ids"])
 
-    def elsewhere(*call):
-        hook.remove()
-        running = Thread(target=model, kwargs=dict(other))
-        running.start()
-        running.join()
+    def run_in_another_thread(*arguments):
+        forward_hook.remove()
+        thread = Thread(target=model, kwargs=dict(other_inputs))
+        thread.start()
+        thread.join()
 
-    hook = model.get_decoder().norm.register_forward_hook(elsewhere)
-    maps = demo_app.attention(*asked)
-    assert all(torch.equal(maps[number], row) for number, row in expected.items())
+    forward_hook = model.get_decoder().norm.register_forward_hook(run_in_another_thread)
+    attention_maps = demo_app.attention(model, processor, inputs, inputs["input_ids"])
+    for layer_number, shares in expected.items():
+        assert torch.equal(attention_maps[layer_number], shares)
 
 
-def test_an_answer_ends_with_the_context_or_when_it_is_stopped(demo_app, tmp_path, red):
+@pytest.fixture
+def endless(tmp_path):
+    """A model that reads 1024 tokens, whose answers have no end, and its processor."""
     model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path, context=1024))
     model.generation_config.eos_token_id = None
-    steps = []
-    with model.register_forward_hook(lambda *_: steps.append(1)):
-        answer = demo_app.answer(model, processor, str(red), QUESTION, 900)
-        next(answer), next(answer)
-        answer.close()
-    assert 0 < len(steps) < 900
-    *_, (text, maps) = demo_app.answer(model, processor, str(red), "what is it? " * 78, 900)
-    assert text and len(maps) == 3
+    return model, processor
+
+
+def test_an_answer_ends_when_it_is_stopped(demo_app, endless, red_image):
+    model, _ = endless
+    forwards = []
+    with model.register_forward_hook(lambda *_: forwards.append(1)):
+        answers = demo_app.answer(*endless, str(red_image), QUESTION, 900)
+        next(answers)
+        next(answers)
+        answers.close()
+    assert 0 < len(forwards) < 900
+
+
+def test_an_answer_ends_with_the_context(demo_app, endless, red_image):
+    long_question = "what is it? " * 78
+    answers = demo_app.answer(*endless, str(red_image), long_question, 900)
+    answer_text, attention_maps = last_of(answers)
+    assert answer_text
+    assert len(attention_maps) == 3
+
+
+def test_a_question_that_is_longer_than_the_context_is_refused(demo_app, endless, red_image):
+    longer_question = "what is it? " * 90
     with pytest.raises(demo_app.gr.Error, match="the model reads 1,024"):
-        next(demo_app.answer(model, processor, str(red), "what is it? " * 90, 900))
+        next(demo_app.answer(*endless, str(red_image), longer_question, 900))
 
 
-def test_wrong_questions_get_a_message_and_the_page_goes_on(url, red):
-    user = client(url)
-    for question, message in ((" \n", "Give an image"), ("is <image> one?", "stands for an image")):
+def test_wrong_questions_get_a_message_and_the_page_goes_on(app_url, red_image):
+    client = make_client(app_url)
+    for question, message in (
+        (" \n", "Give an image"),
+        ("is <image> one?", "stands for an image"),
+    ):
         with pytest.raises(AppError, match=message):
-            user.predict(handle_file(red), question, api_name="/ask")
-    assert user.predict(handle_file(red), QUESTION, api_name="/ask")[0]
+            client.predict(handle_file(red_image), question, api_name="/ask")
+    answer, _ = client.predict(handle_file(red_image), QUESTION, api_name="/ask")
+    assert answer
 
 
 @pytest.mark.parametrize("size", [(4001, 20), (20, 4001)])
 def test_a_strip_is_refused_that_an_image_processor_would_make_huge(demo_app, tmp_path, size):
-    file = tmp_path / "strip.png"
-    whole = tmp_path / "whole.png"
-    Image.new("RGB", size).save(file)
-    Image.new("RGB", (4000, 20)).save(whole)
+    strip_path = tmp_path / "strip.png"
+    Image.new("RGB", size).save(strip_path)
     with pytest.raises(demo_app.gr.Error, match="too narrow"):
-        demo_app.open_image(file)
-    assert demo_app.open_image(whole).size == (4000, 20)
+        demo_app.open_image(strip_path)
 
 
-def colours(image):
-    """The colours at the left and the right of an image."""
-    return image.getpixel((1, 1)), image.getpixel((image.width - 2, 1))
+def test_an_image_may_be_200_times_as_wide_as_high(demo_app, tmp_path):
+    image_path = tmp_path / "whole.png"
+    Image.new("RGB", (4000, 20)).save(image_path)
+    assert demo_app.open_image(image_path).size == (4000, 20)
 
 
 BLACK = (0, 0, 0)
@@ -206,72 +301,132 @@ WHITE = (255, 255, 255)
 RED = (255, 0, 0)
 
 
-def test_an_image_is_shown_upright_in_colour_and_on_white(demo_app, tmp_path):
-    two = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
-    two.paste((0, 0, 0, 0), (10, 0, 20, 10))  # transparent, which is black beneath
-    for name, image, expected in (
-        ("rgba.png", two, (RED, WHITE)),
-        ("palette.png", two.quantize(8), (RED, WHITE)),
-        ("grey.png", Image.linear_gradient("L").rotate(90), (BLACK, WHITE)),
-        ("cmyk.jpg", Image.new("CMYK", (20, 10)), (WHITE, WHITE)),
-        ("bits.png", Image.new("1", (20, 10)), (BLACK, BLACK)),
-    ):
-        image.save(tmp_path / name)
-        opened = demo_app.open_image(str(tmp_path / name))
-        assert opened.mode == "RGB" and opened.size == image.size
-        pairs = zip(colours(opened), expected, strict=True)
-        assert all(np.abs(np.subtract(*pair)).max() <= 2 for pair in pairs), name
-    turned = Image.Exif()
-    turned[274] = 6  # by a quarter
-    two.convert("RGB").save(tmp_path / "turned.png", exif=turned)
-    assert demo_app.open_image(str(tmp_path / "turned.png")).size == (10, 20)
+def half_transparent_image():
+    """Returns an image that is red, and transparent on the right, where it is black beneath."""
+    image = Image.new("RGBA", (20, 10), (*RED, 255))
+    image.paste((0, 0, 0, 0), (10, 0, 20, 10))
+    return image
 
 
-@pytest.mark.parametrize("name", ["deep.png", "float.tiff", "old.tga", "words.png", "cut.png"])
-def test_a_file_that_is_no_image_of_8_bits_is_refused(demo_app, tmp_path, name):
-    file = tmp_path / name
-    if name == "deep.png":
-        Image.new("I;16", (4, 4)).save(file)
-    elif name == "float.tiff":
-        Image.new("F", (4, 4)).save(file)
-    elif name == "words.png":
-        file.write_text("words")
-    else:
-        demo_parts.noise((40, 40)).save(file)
-    if name == "cut.png":
-        file.write_bytes(file.read_bytes()[:1000])
+def assert_color(image, place, expected):
+    difference = np.subtract(image.getpixel(place), expected)
+    assert np.abs(difference).max() <= 2
+
+
+SHOWN_IMAGES = {
+    "rgba.png": (half_transparent_image(), RED, WHITE),
+    "palette.png": (half_transparent_image().quantize(8), RED, WHITE),
+    "grey.png": (Image.linear_gradient("L").rotate(90), BLACK, WHITE),
+    "cmyk.jpg": (Image.new("CMYK", (20, 10)), WHITE, WHITE),
+    "bits.png": (Image.new("1", (20, 10)), BLACK, BLACK),
+}
+
+
+@pytest.mark.parametrize("file_name", SHOWN_IMAGES)
+def test_an_image_is_shown_in_colour_and_on_white(demo_app, tmp_path, file_name):
+    image, left, right = SHOWN_IMAGES[file_name]
+    image.save(tmp_path / file_name)
+    opened = demo_app.open_image(str(tmp_path / file_name))
+    assert opened.mode == "RGB"
+    assert opened.size == image.size
+    assert_color(opened, (1, 1), left)
+    assert_color(opened, (opened.width - 2, 1), right)
+
+
+def test_an_image_is_shown_upright(demo_app, tmp_path):
+    quarter_turn = Image.Exif()
+    quarter_turn[274] = 6
+    image_path = tmp_path / "turned.png"
+    half_transparent_image().convert("RGB").save(image_path, exif=quarter_turn)
+    assert demo_app.open_image(str(image_path)).size == (10, 20)
+
+
+def write_16_bits(image_path):
+    Image.new("I;16", (4, 4)).save(image_path)
+
+
+def write_floats(image_path):
+    Image.new("F", (4, 4)).save(image_path)
+
+
+def write_noise(image_path):
+    demo_parts.noise((40, 40)).save(image_path)
+
+
+def write_words(image_path):
+    image_path.write_text("words")
+
+
+def write_cut(image_path):
+    write_noise(image_path)
+    image_path.write_bytes(image_path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("file_name", "write_file"),
+    [
+        ("deep.png", write_16_bits),
+        ("float.tiff", write_floats),
+        ("old.tga", write_noise),
+        ("words.png", write_words),
+        ("cut.png", write_cut),
+    ],
+)
+def test_a_file_that_is_not_an_image_of_8_bits_is_refused(
+    demo_app, tmp_path, file_name, write_file
+):
+    image_path = tmp_path / file_name
+    write_file(image_path)
     with pytest.raises(demo_app.gr.Error, match="cannot be read. Save it as PNG"):
-        demo_app.open_image(str(file))
+        demo_app.open_image(str(image_path))
 
 
-@pytest.mark.parametrize("asked", [(None, QUESTION), ("red", None), ("red", " \n")])
-def test_an_image_and_a_question_are_needed(demo_app, loaded, red, asked):
-    file, question = asked
+@pytest.mark.parametrize(
+    ("has_image", "question"),
+    [
+        (False, QUESTION),
+        (True, None),
+        (True, " \n"),
+    ],
+)
+def test_an_image_and_a_question_are_needed(demo_app, loaded, red_image, has_image, question):
+    image_path = None
+    if has_image:
+        image_path = str(red_image)
     with pytest.raises(demo_app.gr.Error, match="Give an image and a question"):
-        next(demo_app.answer(*loaded, file and str(red), question, 5))
+        next(demo_app.answer(*loaded, image_path, question, 5))
 
 
-def one_hot(logits, token):
-    """Logits of the same shape, of which one is higher than all others."""
-    changed = torch.zeros_like(logits)
-    changed[..., token] = 1
-    return changed
-
-
-def test_an_answer_without_words_is_told_so(demo_app, tmp_path, red):
+def test_an_answer_without_words_is_told_so(demo_app, tmp_path, red_image):
     model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
-    space = processor.tokenizer.convert_tokens_to_ids(" ")
-    model.lm_head.register_forward_hook(lambda module, states, logits: one_hot(logits, space))
-    *_, (text, maps) = demo_app.answer(model, processor, str(red), QUESTION, 5)
-    assert text == "(The answer is empty.)" and len(maps) == 3
+    space_token = processor.tokenizer.convert_tokens_to_ids(" ")
+
+    def prefer_space(module, hidden_states, logits):
+        changed = torch.zeros_like(logits)
+        changed[..., space_token] = 1
+        return changed
+
+    model.lm_head.register_forward_hook(prefer_space)
+    answers = demo_app.answer(model, processor, str(red_image), QUESTION, 5)
+    answer_text, attention_maps = last_of(answers)
+    assert answer_text == "(The answer is empty.)"
+    assert len(attention_maps) == 3
 
 
-def test_a_space_without_a_gpu_computes_in_float32_if_that_fits(demo_app, loaded, monkeypatch):
+@pytest.mark.parametrize(
+    ("missing_bytes", "expected"),
+    [
+        (0, torch.float32),
+        (1, "auto"),
+    ],
+)
+def test_a_space_without_a_gpu_computes_in_float32_if_that_fits(
+    demo_app, loaded, monkeypatch, missing_bytes, expected
+):
     model, _ = loaded
-    size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    for room, dtype in ((size, torch.float32), (size - 1, "auto")):
-        monkeypatch.setattr(demo_app, "SPACE_MEMORY", room)
-        assert demo_app.cpu_dtype(model.config) == dtype
+    float32_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(demo_app, "SPACE_MEMORY", float32_bytes - missing_bytes)
+    assert demo_app.cpu_dtype(model.config) == expected
 
 
 def test_the_demo_is_of_this_package_s_models(tmp_path):
@@ -281,156 +436,290 @@ def test_the_demo_is_of_this_package_s_models(tmp_path):
 
 
 @pytest.fixture
-def served(demo_app, monkeypatch):
+def served_pages(demo_app, monkeypatch):
     """What pages are built of and how they are served, in place of serving them."""
-    pages = []
-    build = demo_app.build_app
+    built_pages = []
+    build_app = demo_app.build_app
 
-    def built(model, processor, **options):
-        return SimpleNamespace(model=model, page=build(model, processor, **options), **options)
+    def build(model, processor, **options):
+        page = build_app(model, processor, **options)
+        return SimpleNamespace(model=model, page=page, **options)
 
-    monkeypatch.setattr(demo_app, "build_app", built)
-    launch = lambda app, **options: pages.append((app, options))  # noqa: E731
+    def launch(app, **options):
+        built_pages.append((app, options))
+
+    monkeypatch.setattr(demo_app, "build_app", build)
     monkeypatch.setattr(demo_app, "launch", launch)
-    return pages
+    return built_pages
 
 
 def assert_ready(model):
-    """A model in float32 that shows its attention, on the CPU or a GPU if there is one."""
-    assert model.dtype == torch.float32 and not model.training
+    """Asserts that a model is in float32, on the best device, and gives attention maps."""
+    assert model.dtype == torch.float32
+    assert not model.training
     assert model.get_decoder().config._attn_implementation == "eager"
-    assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert (model.device.type == "cuda") == torch.cuda.is_available()
 
 
-def test_the_demo_is_served_where_it_is_told_to_by_the_name_of_its_checkpoint(
-    served, checkpoint, monkeypatch
+@pytest.mark.parametrize(
+    ("options", "server_name", "server_port", "guard_count"),
+    [
+        ({"host": "localhost"}, "localhost", None, 1),
+        ({"port": 5}, "127.0.0.1", 5, 1),
+        # Under other addresses, the server does not know its names.
+        ({"host": "0.0.0.0", "port": 7}, "0.0.0.0", 7, 0),
+    ],
+    ids=str,
+)
+def test_the_demo_is_served_where_it_is_asked_to(
+    served_pages, checkpoint, options, server_name, server_port, guard_count
 ):
+    run_demo(checkpoint, **options)
+    ((_, launch_options),) = served_pages
+    assert launch_options["server_name"] == server_name
+    assert launch_options["server_port"] == server_port
+    assert len(launch_options["app_kwargs"]["middleware"]) == guard_count
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["by-its-name", "as-this-folder"])
+def test_the_demo_has_the_name_of_its_checkpoint(served_pages, checkpoint, monkeypatch, is_named):
     monkeypatch.chdir(checkpoint)
-    run_demo(checkpoint, host="localhost")
-    run_demo(".", port=5)
-    run_demo(checkpoint, host="0.0.0.0", port=7)
-    places = [(options["server_name"], options["server_port"]) for _, options in served]
-    assert places == [("localhost", None), ("127.0.0.1", 5), ("0.0.0.0", 7)]
-    guards = [options["app_kwargs"]["middleware"] for _, options in served]
-    assert [len(guard) for guard in guards] == [1, 1, 0]  # other names are for other addresses
-    for app, _ in served:
-        assert app.title == "NormAlign-LLaVA" and "Ask `model.v1.5` about" in app.source
-        assert app.source in app.page.description
-        assert_ready(app.model)
+    if is_named:
+        run_demo(checkpoint)
+    else:
+        run_demo(".")
+    ((demo_page, _),) = served_pages
+    assert demo_page.title == "NormAlign-LLaVA"
+    assert "Ask `model.v1.5` about" in demo_page.source
+    assert demo_page.source in demo_page.page.description
+    assert_ready(demo_page.model)
 
 
 def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
-    served, checkpoint, monkeypatch
+    served_pages, checkpoint, monkeypatch
 ):
     opening = import_module("normalign_llava.checkpoint.opening")
     opened = opening.open_checkpoint(str(checkpoint))
-    asked = []
+    opened_checkpoints = []
+
+    def open_checkpoint(*arguments):
+        opened_checkpoints.append(arguments)
+        return opened
+
     monkeypatch.setattr(demo, "find_checkpoint", lambda name: (f"{name}, found", COMMIT))
-    monkeypatch.setattr(opening, "open_checkpoint", lambda *args: asked.append(args) or opened)
+    monkeypatch.setattr(opening, "open_checkpoint", open_checkpoint)
     run_demo("user/m")
-    assert asked == [("user/m, found", COMMIT)] and "`user/m`" in served[0][0].source
+    assert opened_checkpoints == [("user/m, found", COMMIT)]
+    ((demo_page, _),) = served_pages
+    assert "`user/m`" in demo_page.source
 
 
-def test_a_space_serves_the_model_that_it_names(
-    served, demo_app, checkpoint, tmp_path, monkeypatch
-):
-    settings = {"model": str(checkpoint), "revision": COMMIT}
-    asked = []
+@pytest.fixture
+def dtype_calls(demo_app, monkeypatch):
+    """The configurations of which the precision on a CPU is asked, and how they are loaded."""
+    asked_dtypes = []
 
-    def cpu_dtype(config, **code):
-        asked.append((config.model_type, code))
+    def cpu_dtype(config, **options):
+        asked_dtypes.append((config.model_type, options))
         return torch.float32
 
     monkeypatch.setattr(demo_app, "cpu_dtype", cpu_dtype)
+    return asked_dtypes
+
+
+def test_a_space_serves_the_model_that_it_names(
+    served_pages, dtype_calls, demo_app, checkpoint, tmp_path
+):
+    settings = {"model": str(checkpoint), "revision": COMMIT}
     (tmp_path / "space.json").write_text(json.dumps(settings))
     demo_app.main(tmp_path)
-    code = {"code_revision": COMMIT, "trust_remote_code": True}
-    assert torch.cuda.is_available() or asked == [("normalign_llava", code)]
-    ((app, options),) = served
-    assert app.title == "model.v1.5" and options == {}
-    assert app.source == f"Ask [{checkpoint}](https://huggingface.co/{checkpoint}) about an image."
-    assert_ready(app.model)
+
+    if not torch.cuda.is_available():
+        code_options = {"code_revision": COMMIT, "trust_remote_code": True}
+        assert dtype_calls == [("normalign_llava", code_options)]
+    ((demo_page, launch_options),) = served_pages
+    assert launch_options == {}
+    assert demo_page.title == "model.v1.5"
+    page = f"https://huggingface.co/{checkpoint}"
+    assert demo_page.source == f"Ask [{checkpoint}]({page}) about an image."
+    assert_ready(demo_page.model)
 
 
-def test_a_page_asks_nothing_of_others_and_keeps_nothing(demo_app, loaded):
-    page = demo_app.build_app(*loaded, title="T", source="S")
-    assert page.title == "T" and page.description.startswith("S ")
-    assert not page.cache_examples and page.flagging_mode == "never"
-    assert page.delete_cache == (3600, 3600) and not page.analytics_enabled
-    assert loaded[0].generation_config.do_sample is False
-    image, question = page.input_components
-    assert image.type == "filepath" and image.sources == ["upload", "clipboard"]
-    assert question.label == "Question" and page.examples[0][1] == "What is in the image?"
+@pytest.fixture
+def built_page(demo_app, loaded):
+    return demo_app.build_app(*loaded, title="T", source="S")
+
+
+def test_a_page_keeps_nothing_and_asks_nothing_of_others(built_page):
+    assert not built_page.cache_examples
+    assert built_page.flagging_mode == "never"
+    assert built_page.delete_cache == (3600, 3600)
+    assert not built_page.analytics_enabled
+
+
+def test_a_page_takes_an_image_and_a_question(built_page):
+    assert built_page.title == "T"
+    assert built_page.description.startswith("S ")
+    image_input, question_input = built_page.input_components
+    assert image_input.type == "filepath"
+    assert image_input.sources == ["upload", "clipboard"]
+    assert question_input.label == "Question"
+    _, example_question = built_page.examples[0]
+    assert example_question == "What is in the image?"
+
+
+def test_a_page_answers_greedily(built_page, loaded):
+    model, _ = loaded
+    assert model.generation_config.do_sample is False
 
 
 def test_an_image_that_is_not_normalized_is_shown_as_it_is(demo_app, tmp_path):
-    """Where nothing looks, 0.4 of its grey and 0.6 of the darkest colour of the map."""
+    """Where nothing looks, it is 0.4 of its grey and 0.6 of the darkest colour of the map."""
     _, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
     processor.image_processor.do_normalize = False
-    inputs = demo_parts.prompt(processor, Image.new("RGB", (16, 16), (200, 200, 200)), "what?")
-    looks = {1: torch.tensor([1.0, 0.0, 0.0, 0.0])}
-    for picture, _ in demo_app.heatmaps(looks, inputs["pixel_values"][0], processor):
-        shown = np.subtract(picture.getpixel((330, 330)), (80, 80, 82))
-        assert np.abs(shown).max() <= 1
+    image = Image.new("RGB", (16, 16), (200, 200, 200))
+    inputs = demo_parts.prompt(processor, image, "what?")
+    attention_maps = {1: torch.tensor([1.0, 0.0, 0.0, 0.0])}
+    for picture, _ in demo_app.heatmaps(attention_maps, inputs["pixel_values"][0], processor):
+        difference = np.subtract(picture.getpixel((330, 330)), (80, 80, 82))
+        assert np.abs(difference).max() <= 1
 
 
-def call(url, *data):
-    """All that the server says of one question, as its page asks it."""
-    functions = httpx.get(f"{url}config").json()["dependencies"]
-    (number,) = [function["id"] for function in functions if function["api_name"] == "ask"]
+def ask_server(address, *inputs):
+    """Returns all that the server says of one question, asked as its page does."""
+    functions = httpx.get(f"{address}config").json()["dependencies"]
+    (function_id,) = [function["id"] for function in functions if function["api_name"] == "ask"]
     session = secrets.token_hex(8)
-    body = {"data": data, "fn_index": number, "session_hash": session}
-    httpx.post(f"{url}gradio_api/queue/join", json=body).raise_for_status()
-    return httpx.get(f"{url}gradio_api/queue/data?session_hash={session}", timeout=60).text
+    question = {
+        "data": inputs,
+        "fn_index": function_id,
+        "session_hash": session,
+    }
+    httpx.post(f"{address}gradio_api/queue/join", json=question).raise_for_status()
+    return httpx.get(f"{address}gradio_api/queue/data?session_hash={session}", timeout=60).text
 
 
-@pytest.mark.parametrize("meta", [{}, {"meta": {}}, {"meta": {"_type": "gradio.FileData"}}])
-@pytest.mark.parametrize("key", ["path", "url"])
-def test_neither_files_of_the_server_nor_addresses_are_images(url, red, key, meta):
+def assert_refused(events):
+    assert '"process_completed"' in events
+    assert '"success":false' in events
+    assert "caption" not in events
+
+
+either_key = pytest.mark.parametrize("key", ["path", "url"])
+any_meta = pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"meta": {}},
+        {"meta": {"_type": "gradio.FileData"}},
+    ],
+    ids=str,
+)
+
+
+@any_meta
+@either_key
+def test_files_of_the_server_are_not_images(app_url, red_image, key, meta):
+    image = {"path": None, key: str(red_image), **meta}
+    assert_refused(ask_server(app_url, image, QUESTION))
+
+
+@any_meta
+@either_key
+def test_addresses_are_not_images(app_url, key, meta):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0)
-        for value in (str(red), f"http://127.0.0.1:{listener.getsockname()[1]}/image.png"):
-            said = call(url, {"path": None, key: value, **meta}, QUESTION)
-            assert '"process_completed"' in said and '"success":false' in said
-            assert "caption" not in said
+        port = listener.getsockname()[1]
+        image = {"path": None, key: f"http://127.0.0.1:{port}/image.png", **meta}
+        assert_refused(ask_server(app_url, image, QUESTION))
+        # Nobody has asked for it.
         with pytest.raises(BlockingIOError):
             listener.accept()
 
 
-def test_the_command_serves_a_checkpoint_under_this_computer_s_names(prepared, checkpoint, red):
+@pytest.fixture(scope="module")
+def command_url(prepared, checkpoint):
+    """The address that the command serves a checkpoint at."""
     port = free_port()
     process = prepared.start(["-m", "normalign_llava", "demo", checkpoint, "--port", port])
-    try:
+
+    def answers_or_ended():
         with socket.socket() as probe:
-            until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0 or process.poll() is not None)
+            answers = probe.connect_ex(("127.0.0.1", port)) == 0
+        return answers or process.poll() is not None
+
+    try:
+        wait_until(answers_or_ended)
         assert process.poll() is None, process.wait().stderr
-        url = f"http://127.0.0.1:{port}/"
-        answer = client(url).predict(handle_file(red), QUESTION, api_name="/ask")[0]
-        expected = generate(checkpoint, QUESTION, Image.open(red), tokens=256)[0]
-        assert answer and expected.startswith(answer)
-        for host, status in (("localhost:9000", 200), ("localhost.evil", 400), ("evil.com", 400)):
-            assert httpx.get(url, headers={"Host": host}).status_code == status
+        yield f"http://127.0.0.1:{port}/"
     finally:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def test_the_files_of_a_space():
-    files = space_files("user/1.5", COMMIT)
-    code = ("app.py", "answering.py")
-    assert set(files) == {"README.md", "requirements.txt", "space.json", *code}
-    card = SpaceCard(files["README.md"].decode())
-    about = card.data
-    assert about.title == "1.5" and about.models == ["user/1.5"] and COMMIT in card.text
-    assert (about.sdk, about.sdk_version, about.app_file) == ("gradio", GRADIO_VERSION, "app.py")
-    assert len(about.short_description) <= 60  # the Hub's limit
-    text = "\n".join(files[name].decode() for name in code)
-    imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
-    assert "from ." not in text
-    lines = files["requirements.txt"].decode().splitlines()
-    required = {Requirement(line).name.replace("pillow", "PIL") for line in lines}
+def test_the_command_serves_a_checkpoint(command_url, checkpoint, red_image):
+    client = make_client(command_url)
+    answer, _ = client.predict(handle_file(red_image), QUESTION, api_name="/ask")
+    assert answer
+    expected = generate(checkpoint, QUESTION, Image.open(red_image), tokens=256)[0]
+    assert expected.startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:9000", 200),
+        ("localhost.evil", 400),
+        ("evil.com", 400),
+    ],
+)
+def test_the_command_serves_only_under_this_computer_s_names(command_url, host, status):
+    response = httpx.get(command_url, headers={"Host": host})
+    assert response.status_code == status
+
+
+SPACE_CODE = ("app.py", "answering.py")
+
+
+@pytest.fixture
+def planned_space():
+    """The content of a Space's files."""
+    return space_files("user/1.5", COMMIT)
+
+
+@pytest.fixture
+def required_lines(planned_space):
+    return planned_space["requirements.txt"].decode().splitlines()
+
+
+def test_the_files_of_a_space(planned_space):
+    assert set(planned_space) == {"README.md", "requirements.txt", "space.json", *SPACE_CODE}
+
+
+def test_the_card_of_a_space(planned_space):
+    space_card = SpaceCard(planned_space["README.md"].decode())
+    assert COMMIT in space_card.text
+    assert space_card.data.title == "1.5"
+    assert space_card.data.models == ["user/1.5"]
+    assert space_card.data.sdk == "gradio"
+    assert space_card.data.sdk_version == GRADIO_VERSION
+    assert space_card.data.app_file == "app.py"
+    assert len(space_card.data.short_description) <= 60  # the Hub's limit
+
+
+def test_a_space_requires_what_its_code_imports(planned_space, required_lines):
+    code = "\n".join(planned_space[file_name].decode() for file_name in SPACE_CODE)
+    assert "from ." not in code
+    imported = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE))
+    required = {
+        Requirement(requirement).name.replace("pillow", "PIL") for requirement in required_lines
+    }
     assert imported - sys.stdlib_module_names == required | {"gradio", "answering"}
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert all(line.startswith(tuple(package)) for line in lines)
+
+
+def test_a_space_requires_the_versions_that_the_package_does(required_lines):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in required_lines:
+        assert requirement.startswith(tuple(project["dependencies"]))
 
 
 # Keeps a list of what the process looks up or connects to beyond this computer.
@@ -443,53 +732,105 @@ def watch(event, arguments):
                 file.write(f"{{event}} {{host}}\\n")
 sys.addaudithook(watch)
 """
+SPACE_NAME = "user/model.v1.5"
 
 
-@pytest.mark.nightly
-def test_a_person_asks_a_published_space_about_an_image(tmp_path, red):
-    folder = demo_parts.checkpoint(tmp_path, context=128)  # which ends answers
-    space, site, outside, output = (tmp_path / name for name in ("space", "site", "outside", "log"))
-    space.mkdir()
-    site.mkdir()
-    outside.touch()
-    (site / "sitecustomize.py").write_text(BLOCK + WATCH.format(log=str(outside)))
-    with HubServer({"user/model.v1.5": folder}) as hub, chromium(tmp_path / "profile") as browser:
-        repository = hub.repository("user/model.v1.5")
-        port = free_port()
+class LocalSpace:
+    """A Space of a repository on a hub, in a process that records what it asks of others."""
+
+    def __init__(self, hub, root):
+        self.folder = root / "space"
+        self.output = root / "output.txt"
+        self.outside = root / "outside.txt"
+        self.write_files(hub)
+        self.environment = self.make_environment(hub, root)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}/"
+
+    def write_files(self, hub):
+        repository = hub.repository(SPACE_NAME)
         pinned = repository.commit
         repository.advance("main", {}, pinned)
-        for path, content in space_files("user/model.v1.5", pinned).items():
-            (space / path).write_bytes(content)
-        environment = {**hub.environment(tmp_path / "home"), "PYTHONPATH": str(site)}
-        environment |= {"GRADIO_SERVER_PORT": str(port), "GRADIO_TEMP_DIR": f"{tmp_path}/uploads"}
+        self.folder.mkdir()
+        for file_name, content in space_files(SPACE_NAME, pinned).items():
+            (self.folder / file_name).write_bytes(content)
+
+    def make_environment(self, hub, root):
+        site_folder = root / "site"
+        site_folder.mkdir()
+        self.outside.touch()
+        watched = WATCH.format(log=str(self.outside))
+        (site_folder / "sitecustomize.py").write_text(BLOCK + watched)
+        environment = hub.environment(root / "home")
+        environment["PYTHONPATH"] = str(site_folder)
+        environment["GRADIO_TEMP_DIR"] = f"{root}/uploads"
         environment.pop("GRADIO_ANALYTICS_ENABLED", None)
-        command = [sys.executable, "-u", "app.py"]
-        streams = {"stderr": subprocess.STDOUT}
-        streams["stdout"] = output.open("w")
-        process = subprocess.Popen(command, cwd=space, env=environment, **streams)
+        return environment
+
+    @contextmanager
+    def serve(self):
+        with self.output.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "app.py"],
+                cwd=self.folder,
+                env={**self.environment, "GRADIO_SERVER_PORT": str(self.port)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         try:
-            until(lambda: "Running on" in output.read_text() or process.poll() is not None, 180)
-            assert process.poll() is None, output.read_text()
-            url = f"http://127.0.0.1:{port}/"
-            page = load(browser, url, 390)
-            find = partial(browser.find_elements, By.CSS_SELECTOR)
-            (field,) = until(lambda: find("input[type=file]"))
-            assert browser.title == "model.v1.5"
-            field.send_keys(str(red))
-            until(lambda: find("[data-testid=image] img, .image-frame img"))
-            question, answer = find("label textarea")
-            question.send_keys(QUESTION, Keys.ENTER)
-            until(lambda: len(find(".grid-container img, .thumbnail-item img")) >= 3)
-            said = answer.get_property("value")
-            log = [json.loads(entry["message"]) for entry in browser.get_log("performance")]
-            events = [entry["message"] for entry in log]
-            sent = [event["params"] for event in events if event["method"].endswith("WillBeSent")]
-            asked = [*page.requests, *(event["request"]["url"] for event in sent)]
-            assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+            wait_until(lambda: self.is_running() or process.poll() is not None, 180)
+            assert process.poll() is None, self.output.read_text()
+            yield
         finally:
             process.terminate()
             process.wait()
-    assert said and generate(folder, QUESTION, Image.open(red), tokens=128)[0].startswith(said)
-    assert len(page.requests) > 20
-    assert all(address.startswith((url, "data:", "blob:")) for address in asked)
-    assert outside.read_text() == "" and "Traceback" not in output.read_text()
+
+    def is_running(self):
+        return "Running on" in self.output.read_text()
+
+
+def ask_in_browser(browser, image_path):
+    """Uploads an image, asks about it, waits for the maps, and returns the answer."""
+
+    def find(selector):
+        return browser.find_elements(By.CSS_SELECTOR, selector)
+
+    (file_input,) = wait_until(lambda: find("input[type=file]"))
+    file_input.send_keys(str(image_path))
+    wait_until(lambda: find("[data-testid=image] img, .image-frame img"))
+    question_input, answer_output = find("label textarea")
+    question_input.send_keys(QUESTION, Keys.ENTER)
+    wait_until(lambda: len(find(".grid-container img, .thumbnail-item img")) >= 3)
+    return answer_output.get_property("value")
+
+
+def requested_addresses(browser):
+    """Returns the addresses that the page has asked for since the log was read."""
+    addresses = []
+    for log_entry in browser.get_log("performance"):
+        browser_event = json.loads(log_entry["message"])["message"]
+        if browser_event["method"].endswith("WillBeSent"):
+            addresses.append(browser_event["params"]["request"]["url"])
+    return addresses
+
+
+@pytest.mark.nightly
+def test_a_person_asks_a_published_space_about_an_image(tmp_path, red_image):
+    folder = demo_parts.checkpoint(tmp_path, context=128)  # it ends answers
+    with HubServer({SPACE_NAME: folder}) as hub, chromium(tmp_path / "profile") as browser:
+        local_space = LocalSpace(hub, tmp_path)
+        with local_space.serve():
+            loaded_page = load(browser, local_space.url, 390)
+            answer = ask_in_browser(browser, red_image)
+            later_requests = requested_addresses(browser)
+            assert browser.title == "model.v1.5"
+            assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+
+    assert answer
+    expected = generate(folder, QUESTION, Image.open(red_image), tokens=128)[0]
+    assert expected.startswith(answer)
+    assert len(loaded_page.requests) > 20
+    for address in [*loaded_page.requests, *later_requests]:
+        assert address.startswith((local_space.url, "data:", "blob:"))
+    assert local_space.outside.read_text() == ""
+    assert "Traceback" not in local_space.output.read_text()

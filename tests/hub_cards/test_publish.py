@@ -14,127 +14,216 @@ from normalign_llava.hub_cards.card.write import render_card
 
 
 pytestmark = pytest.mark.slow
-OTHERS = {".gitattributes", "publication.json"}  # beside what the folder has
-SUMMARY = b'{"schema_version": 2, "evaluations": []}'
+
+NOT_OF_THE_FOLDER = {".gitattributes", "publication.json"}
 OWN_CARD = "---\nlicense: mit\n---\n# My page\n\nWhat nobody else knows.\n"
+TRAINING_RECORD = '{"seconds": 1.5}'
+
+
+def names_in(folder):
+    return {file_path.name for file_path in folder.iterdir()}
+
+
+def contents_of(folder):
+    return {file_path.name: file_path.read_bytes() for file_path in folder.iterdir()}
+
+
+def assert_nothing_sent(hub):
+    for request in hub.requests:
+        assert not request.startswith(("POST", "PUT"))
+
+
+def change_training_record(folder):
+    (folder / "training.json").write_text(TRAINING_RECORD)
+
+
+@pytest.fixture
+def publish_ok(publish):
+    """Publishes without loading the commit, and returns the output. It must succeed."""
+
+    def publish_without_error(folder, *options):
+        status, printed_text = publish(folder, "--no-verify", *options)
+        assert status == 0, printed_text
+        return printed_text
+
+    return publish_without_error
 
 
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    status, shown = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
-    assert status == 0, shown
+    contents = contents_of(folder)
+    status, printed_text = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
+    assert status == 0, printed_text
+
     repository = hub.repository("ann/m")
+    assert repository.private
+    assert f"Commit: {repository.commit}" in printed_text
+    assert len(repository.commits()) == 2
+    assert set(repository.head().files) == {*NOT_OF_THE_FOLDER, "README.md", *contents}
+    for name, content in contents.items():
+        assert repository.read(name) == content
+
     space = hub.repository("ann/m-demo", "space")
-    assert repository.private and space.private
-    assert f"{hub.url}/spaces/ann/m-demo/settings." in shown
-    assert f"Commit: {repository.commit}" in shown and len(repository.commits()) == 2
+    assert space.private
+    assert f"{hub.url}/spaces/ann/m-demo/settings." in printed_text
     assert repository.commit in space.read("space.json").decode()
-    assert set(repository.head().files) == {*OTHERS, "README.md", *before}
-    assert all(repository.read(name) == content for name, content in before.items())
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+    assert contents_of(folder) == contents
     assert not list(tmp_path.glob("clean-process-*"))
 
 
-def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub, folder):
-    assert publish(folder, "--no-verify")[0] == 0
+def test_published_again_nothing_changes(publish_ok, hub, folder):
+    publish_ok(folder)
     repository = hub.repository("ann/m")
-    first = repository.commit
+    first_commit = repository.commit
+    printed_text = publish_ok(folder)
+    assert "nothing changed" in printed_text
+    assert repository.commit == first_commit
+
+
+def test_a_new_file_is_one_commit_on_a_new_branch(publish_ok, hub, folder):
+    publish_ok(folder)
+    repository = hub.repository("ann/m")
+    first_commit = repository.commit
     received = hub.received.total()
-    status, shown = publish(folder, "--no-verify")
-    assert status == 0 and "nothing changed" in shown and repository.commit == first
-    (folder / "training.json").write_text('{"seconds": 1.5}')
-    assert publish(folder, "--no-verify", "--revision", "trial/2")[0] == 0
-    assert repository.commit == first == repository.head("trial/2").parent
-    assert "training.json" in repository.head("trial/2").files and hub.received.total() == received
+
+    change_training_record(folder)
+    publish_ok(folder, "--revision", "trial/2")
+    assert repository.commit == first_commit
+    branch_head = repository.head("trial/2")
+    assert branch_head.parent == first_commit
+    assert "training.json" in branch_head.files
+    assert hub.received.total() == received
 
 
-def test_a_pull_request(publish, hub, folder):
+def test_a_pull_request_is_refused_if_it_would_overwrite_a_file(publish, hub, folder):
     theirs = hub.create("bob/m", files={"config.json": b"{}"})
-    before = theirs.head()
-    proposal = ["--create-pr", "--no-verify", "--repo-id", "bob/m"]
-    status, shown = publish(folder, *proposal)
-    assert status == 1 and "- config.json would be overwritten" in shown
+    status, printed_text = publish(folder, "--create-pr", "--no-verify", "--repo-id", "bob/m")
+    assert status == 1
+    assert "- config.json would be overwritten" in printed_text
     assert set(theirs.branches) == {"main"}
-    status, shown = publish(folder, *proposal, "--replace-files")
+
+
+def test_a_pull_request_is_a_branch_of_its_own(publish_ok, hub, folder):
+    theirs = hub.create("bob/m", files={"config.json": b"{}"})
+    main_head = theirs.head()
+    printed_text = publish_ok(folder, "--create-pr", "--repo-id", "bob/m", "--replace-files")
+    assert f"Pull request: {hub.url}/bob/m/discussions/1" in printed_text
+    assert theirs.head() == main_head
     proposed = theirs.head("refs/pr/1")
-    assert theirs.head() == before and proposed.parent == before.oid
+    assert proposed.parent == main_head.oid
     assert set(proposed.files) >= stored.FILES
-    assert status == 0 and f"Pull request: {hub.url}/bob/m/discussions/1" in shown
 
 
-def test_an_empty_space_and_one_of_ours_are_written_again(publish, hub, folder):
-    files = {"README.md": b"---\nsdk: docker\n---\n"}
-    space = hub.create("ann/m-demo", kind="space", files=files)
+@pytest.fixture
+def empty_space(hub):
+    """A Space with only a card."""
+    space_card = b"---\nsdk: docker\n---\n"
+    return hub.create("ann/m-demo", kind="space", files={"README.md": space_card})
+
+
+def test_where_a_space_fails_the_model_is_said_to_be_published(publish, hub, folder, empty_space):
     hub.fault(500, "POST /api/spaces/.*/commit/")
-    status, shown = publish(folder, "--space", "--no-verify")
-    assert status == 1 and "The model is published, at" in shown and "its Space is not" in shown
+    status, printed_text = publish(folder, "--space", "--no-verify")
+    assert status == 1
+    assert "The model is published, at" in printed_text
+    assert "its Space is not" in printed_text
+
+
+def test_an_empty_space_and_one_of_ours_are_written_again(publish_ok, hub, folder, empty_space):
     for number in range(2):
         (folder / "training.json").write_text(f'{{"seconds": {number}.5}}')
-        assert publish(folder, "--space", "--no-verify")[0] == 0
-        assert hub.repository("ann/m").commit in space.read("space.json").decode()
-        space.change({"notes.txt": b"mine"})
-    assert b"sdk: gradio" in space.read("README.md") and not space.private
+        publish_ok(folder, "--space")
+        commit = hub.repository("ann/m").commit
+        assert commit in empty_space.read("space.json").decode()
+        empty_space.change({"notes.txt": b"mine"})
+    assert b"sdk: gradio" in empty_space.read("README.md")
+    assert not empty_space.private
 
 
-def shards(folder):
-    """The folder's weights in several files, and its index, as they are in a repository."""
+def shard_weights(folder):
+    """Saves the folder's weights in several files, and returns their names and the index's."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
+    for weights_path in folder.glob("*.safetensors*"):
+        weights_path.unlink()
     model.save_pretrained(folder, max_shard_size="40KB")
-    return {path.name for path in folder.glob("*.safetensors*")}
+    return {file_path.name for file_path in folder.glob("*.safetensors*")}
 
 
-def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(publish, hub, folder):
-    whole = shutil.copytree(folder, folder.parent / "whole" / folder.name)
-    stored.in_one_file(whole)
-    old_weights = shards(folder)
-    old = {
-        "notices/vision/LICENSE": b"terms of the encoder",
-        "training.json": b'{"seconds": 1.5}',
-        "evaluation/summary.json": SUMMARY,
-    }
-    for path, content in {**old, "LICENSE": b"terms", "dynamics.jsonl": b"{}\n"}.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-    assert publish(folder, "--no-verify")[0] == 0
+OLD_RECORDS = {
+    "LICENSE": b"terms",
+    "dynamics.jsonl": b"{}\n",
+    "evaluation/summary.json": b'{"schema_version": 2, "evaluations": []}',
+    "notices/vision/LICENSE": b"terms of the encoder",
+    "training.json": TRAINING_RECORD.encode(),
+}
+CHANGED_BY_OTHERS = {
+    "notes.md": b"theirs",
+    "my.safetensors": b"their weights",
+    "a/b.png": b"their image",
+    "last/a.pth": b"their state",
+    "diagnostics/mine.png": b"their figure",
+    # It was published, and was changed since; nothing reads or overwrites it.
+    "evaluation/summary.json": b"mine",
+}
+
+
+def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(
+    publish_ok, hub, folder
+):
+    whole_folder = shutil.copytree(folder, folder.parent / "whole" / folder.name)
+    stored.in_one_file(whole_folder)
+    old_weights = shard_weights(folder)
+    assert len(old_weights) > 2
+    for file_path, content in OLD_RECORDS.items():
+        (folder / file_path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file_path).write_bytes(content)
+    publish_ok(folder)
     repository = hub.repository("ann/m")
-    assert len(old_weights) > 2 and old_weights <= repository.files().keys()
-    theirs = {"notes.md", "my.safetensors", "a/b.png", "last/a.pth", "diagnostics/mine.png"}
-    # The last is of ours, and was changed since; nothing reads or overwrites it.
-    changed = {path: path.encode() for path in theirs} | {"evaluation/summary.json": b"mine"}
-    repository.change(changed)
-    status, shown = publish(whole, "--no-verify")
-    assert status == 0, shown
+    assert old_weights <= repository.files().keys()
+    repository.change(CHANGED_BY_OTHERS)
+
+    printed_text = publish_ok(whole_folder)
     assert len(repository.commits()) == 4, "deleted and added in one commit"
-    here = {path.name for path in whole.iterdir()}
-    kept = {*OTHERS, "README.md", "LICENSE", *here, *changed}
-    assert set(repository.head().files) == kept
-    assert all(repository.read(path) == content for path, content in changed.items())
-    gone = {*old_weights, "training.json", "dynamics.jsonl", "notices/vision/LICENSE"} - here
-    assert f"removed: {', '.join(sorted(gone))}." in shown
+    whole_names = names_in(whole_folder)
+    assert set(repository.head().files) == {
+        *NOT_OF_THE_FOLDER,
+        *whole_names,
+        *CHANGED_BY_OTHERS,
+        "README.md",
+        "LICENSE",
+    }
+    for file_path, content in CHANGED_BY_OTHERS.items():
+        assert repository.read(file_path) == content
+
+    old_names = {*old_weights, "training.json", "dynamics.jsonl", "notices/vision/LICENSE"}
+    removed = sorted(old_names - whole_names)
+    assert f"removed: {', '.join(removed)}." in printed_text
 
 
-def test_what_the_repository_ignores_is_sent_all_the_same(publish, hub, folder):
-    ignored = {".gitignore": b"*.safetensors\n*.json\n"}
-    repository = hub.create("ann/m", files=ignored)
-    assert publish(folder, "--no-verify")[0] == 0
-    assert {path.name for path in folder.iterdir()} <= set(repository.head().files)
-    for path in folder.glob("*.safetensors"):
-        assert repository.read(path.name) == path.read_bytes()
+def test_what_the_repository_ignores_is_sent_all_the_same(publish_ok, hub, folder):
+    repository = hub.create("ann/m", files={".gitignore": b"*.safetensors\n*.json\n"})
+    publish_ok(folder)
+    assert names_in(folder) <= set(repository.head().files)
+    for weights_path in folder.glob("*.safetensors"):
+        assert repository.read(weights_path.name) == weights_path.read_bytes()
 
 
 def test_front_matter_that_the_hub_refuses_is_found_before_the_upload(publish, hub, folder):
     card = b"---\nlicense: my own\n---\n<!-- normalign card, metadata: tags -->\n"
     repository = hub.create("ann/m", files={"README.md": card})
-    status, shown = publish(folder, "--no-verify")
+    status, printed_text = publish(folder, "--no-verify")
     assert status == 1
-    assert "front matter" in shown and "must be one of" in shown, shown
-    assert hub.received.total() == 0 and repository.read("README.md") == card
+    assert "front matter" in printed_text, printed_text
+    assert "must be one of" in printed_text, printed_text
+    assert hub.received.total() == 0
+    assert repository.read("README.md") == card
 
 
-THEIRS = {
+OVERWRITTEN = {
     "config.json": b'{"model_type": "llama"}',
+    "LICENSE": b"their terms",
+}
+READ_BESIDE = {
     "model-00001-of-00002.safetensors": b"their first half",
     "model-00002-of-00002.safetensors": b"their second half",
     "tokenizer.model": b"their words",
@@ -142,51 +231,89 @@ THEIRS = {
     "adapter_model.safetensors": b"their adapter",
     "pytorch_model.bin": b"their older weights",
     "custom_generate/generate.py": b"print()",
-    "LICENSE": b"their terms",
 }
-OWN = {"notes.md": b"theirs", "images/a.png": b"theirs", "my.safetensors": b"theirs"}
+HARMLESS = {
+    "notes.md": b"theirs",
+    "images/a.png": b"theirs",
+    "my.safetensors": b"theirs",
+}
 
 
-@pytest.mark.parametrize("card_of_ours", [False, True])
-@pytest.mark.parametrize("options", [[], ["--revision", "trial"]])
-def test_files_of_somebody_else_are_neither_removed_nor_overwritten(
-    publish, hub, folder, card_of_ours, options
-):
+@pytest.fixture(params=[False, True], ids=["without-card", "with-our-card"])
+def repository_of_others(request, hub, folder):
+    """A repository with files of somebody else, with or without a card of ours."""
     (folder / "LICENSE").write_text("other terms")
-    card = {"README.md": render_card(folder).text.encode()} if card_of_ours else {}
-    repository = hub.create("ann/m", files={**THEIRS, **OWN, **card})
-    before = repository.head()
-    branches = dict(repository.branches)
-    status, shown = publish(folder, *options)
-    assert status == 1 and "--replace-files" in shown
-    for path in THEIRS:
-        fate = "overwritten" if path in ("config.json", "LICENSE") else "read beside the model"
-        assert f"- {path} would be {fate}" in shown
-    assert not [path for path in OWN if path in shown]
-    assert repository.branches == branches
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
-    status, shown = publish(folder, "--no-verify", "--replace-files", *options)
-    assert status == 0, shown
-    after = repository.head(options[-1] if options else "main")
-    here = {path.name for path in folder.iterdir()}
-    assert set(after.files) == {*OTHERS, "README.md", *here, *OWN} and after.parent == before.oid
-    removed = sorted(THEIRS.keys() - {"config.json", "LICENSE"})
-    assert f"removed: {', '.join(removed)}." in shown
+    their_files = {**OVERWRITTEN, **READ_BESIDE, **HARMLESS}
+    if request.param:
+        their_files["README.md"] = render_card(folder).text.encode()
+    return hub.create("ann/m", files=their_files)
 
 
-def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, hub, folder):
-    assert publish(folder, "--no-verify")[0] == 0
+either_branch = pytest.mark.parametrize(
+    ("branch", "options"),
+    [
+        ("main", []),
+        ("trial", ["--revision", "trial"]),
+    ],
+)
+
+
+@either_branch
+def test_files_of_somebody_else_are_neither_removed_nor_overwritten(
+    publish, hub, folder, repository_of_others, branch, options
+):
+    branches = dict(repository_of_others.branches)
+    status, printed_text = publish(folder, *options)
+    assert status == 1
+    assert "--replace-files" in printed_text
+    for file_path in OVERWRITTEN:
+        assert f"- {file_path} would be overwritten" in printed_text
+    for file_path in READ_BESIDE:
+        assert f"- {file_path} would be read beside the model" in printed_text
+    for file_path in HARMLESS:
+        assert file_path not in printed_text
+    assert repository_of_others.branches == branches
+    assert_nothing_sent(hub)
+
+
+@either_branch
+def test_files_of_somebody_else_are_replaced_on_request(
+    publish_ok, folder, repository_of_others, branch, options
+):
+    before = repository_of_others.head()
+    printed_text = publish_ok(folder, "--replace-files", *options)
+    after = repository_of_others.head(branch)
+    expected = {*NOT_OF_THE_FOLDER, *names_in(folder), *HARMLESS, "README.md"}
+    assert set(after.files) == expected
+    assert after.parent == before.oid
+    assert f"removed: {', '.join(sorted(READ_BESIDE))}." in printed_text
+
+
+EDITED_SETTINGS = b'{"max_new_tokens": 9}'
+
+
+@pytest.fixture
+def edited_repository(publish_ok, hub, folder):
+    """A published repository, of which a file was changed since there, and another here."""
+    publish_ok(folder)
     repository = hub.repository("ann/m")
-    edited = b'{"max_new_tokens": 9}'
-    repository.change({"generation_config.json": edited})
-    (folder / "training.json").write_text('{"seconds": 1.5}')
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and "- generation_config.json would be overwritten" in shown
-    assert repository.read("generation_config.json") == edited
-    # The same content is no conflict: it was published from elsewhere.
-    (folder / "generation_config.json").write_bytes(edited)
-    assert publish(folder, "--no-verify")[0] == 0
-    assert repository.read("training.json") == b'{"seconds": 1.5}'
+    repository.change({"generation_config.json": EDITED_SETTINGS})
+    change_training_record(folder)
+    return repository
+
+
+def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, folder, edited_repository):
+    status, printed_text = publish(folder, "--no-verify")
+    assert status == 1
+    assert "- generation_config.json would be overwritten" in printed_text
+    assert edited_repository.read("generation_config.json") == EDITED_SETTINGS
+
+
+def test_the_same_content_on_the_hub_is_no_conflict(publish_ok, folder, edited_repository):
+    """It was published from elsewhere."""
+    (folder / "generation_config.json").write_bytes(EDITED_SETTINGS)
+    publish_ok(folder)
+    assert edited_repository.read("training.json") == TRAINING_RECORD.encode()
 
 
 @pytest.mark.parametrize(
@@ -201,114 +328,163 @@ def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, hub, fol
 )
 def test_a_record_that_is_not_ours_is_not_believed(publish, hub, folder, content):
     repository = hub.create("ann/m", files={"publication.json": content})
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and "- publication.json would be overwritten" in shown
+    status, printed_text = publish(folder, "--no-verify")
+    assert status == 1
+    assert "- publication.json would be overwritten" in printed_text
     assert repository.read("publication.json") == content
 
 
-@pytest.mark.parametrize("name", ["ANN/m", "lab/m"])
+@pytest.mark.parametrize("repo_id", ["ANN/m", "lab/m"])
 def test_an_owner_is_the_same_in_other_letters_and_may_be_an_organisation(
-    publish, hub, folder, name
+    publish_ok, hub, folder, repo_id
 ):
-    assert publish(folder, "--no-verify", "--repo-id", name)[0] == 0
-    assert hub.repository(name).files()
+    publish_ok(folder, "--repo-id", repo_id)
+    assert hub.repository(repo_id).files()
 
 
-def test_a_record_names_ids_that_the_hub_gives(publish, hub, folder):
-    assert publish(folder, "--no-verify")[0] == 0
+def test_a_record_names_ids_that_the_hub_gives(publish_ok, hub, folder):
+    publish_ok(folder)
     repository = hub.repository("ann/m")
     recorded = json.loads(repository.read("publication.json"))["files"]
-    assert recorded.keys() == repository.files().keys() - OTHERS
-    for path, ids in recorded.items():
-        content = repository.read(path)
-        sha256 = hashlib.sha256(content).hexdigest()
-        git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        assert ids == ([sha256] if path.endswith(".safetensors") else [sha256, git])
+    assert recorded.keys() == repository.files().keys() - NOT_OF_THE_FOLDER
+    for file_path, recorded_ids in recorded.items():
+        content = repository.read(file_path)
+        expected = [hashlib.sha256(content).hexdigest()]
+        if not file_path.endswith(".safetensors"):
+            blob = b"blob %d\0" % len(content) + content
+            expected.append(hashlib.sha1(blob).hexdigest())
+        assert recorded_ids == expected
 
 
-def test_a_space_that_somebody_changed_is_not_overwritten(publish, hub, folder):
-    assert publish(folder, "--space", "--no-verify")[0] == 0
-    repository = hub.repository("ann/m")
+@pytest.fixture
+def edited_space(publish_ok, hub, folder):
+    """A published Space that somebody changed since. The folder has changed, too."""
+    publish_ok(folder, "--space")
     space = hub.repository("ann/m-demo", "space")
     space.change({"app.py": b"print('mine')", "notes.txt": b"mine"})
-    before = repository.commit, space.commit
-    (folder / "training.json").write_text('{"seconds": 1.5}')
-    status, shown = publish(folder, "--space", "--no-verify")
-    assert status == 1 and "- app.py would be overwritten" in shown
-    assert "notes.txt" not in shown and (repository.commit, space.commit) == before
-    assert publish(folder, "--space", "--no-verify", "--replace-files")[0] == 0
-    assert b"gradio" in space.read("app.py") and space.read("notes.txt") == b"mine"
+    change_training_record(folder)
+    return space
+
+
+def test_a_space_that_somebody_changed_is_not_overwritten(publish, hub, folder, edited_space):
+    repository = hub.repository("ann/m")
+    model_commit = repository.commit
+    space_commit = edited_space.commit
+    status, printed_text = publish(folder, "--space", "--no-verify")
+    assert status == 1
+    assert "- app.py would be overwritten" in printed_text
+    assert "notes.txt" not in printed_text
+    assert repository.commit == model_commit
+    assert edited_space.commit == space_commit
+
+
+def test_a_space_that_somebody_changed_is_overwritten_on_request(publish_ok, folder, edited_space):
+    publish_ok(folder, "--space", "--replace-files")
+    assert b"gradio" in edited_space.read("app.py")
+    assert edited_space.read("notes.txt") == b"mine"
 
 
 @pytest.mark.parametrize("place", ["folder", "Hub"])
-def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folder, place):
+def test_a_card_of_somebody_else_is_replaced_only_on_request(
+    publish, publish_ok, hub, folder, place
+):
     if place == "Hub":
         hub.create("ann/m", files={"README.md": OWN_CARD.encode()})
     else:
         (folder / "README.md").write_text(OWN_CARD)
-    status, shown = publish(folder)
-    assert status == 1 and "was not written by this package" in shown and "--replace-card" in shown
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
-    status, shown = publish(folder, "--no-verify", "--replace-card")
-    assert status == 0
-    assert b"What nobody else knows" not in hub.repository("ann/m").read("README.md")
+    status, printed_text = publish(folder)
+    assert status == 1
+    assert "was not written by this package" in printed_text
+    assert "--replace-card" in printed_text
+    assert_nothing_sent(hub)
+
+    publish_ok(folder, "--replace-card")
+    card = hub.repository("ann/m").read("README.md")
+    assert b"What nobody else knows" not in card
 
 
-def test_the_card_that_is_kept_or_replaced_is_that_of_the_branch(publish, hub, folder):
+def test_the_card_that_is_kept_or_replaced_is_the_branch_s(publish_ok, hub, folder):
     repository = hub.create("ann/m", files={"README.md": OWN_CARD.encode()})
-    trial = ["--no-verify", "--revision", "trial"]
-    assert publish(folder, *trial, "--replace-card")[0] == 0
-    first = repository.head("trial")
-    (folder / "training.json").write_text('{"seconds": 1.5}')
-    status, shown = publish(folder, *trial)
-    assert status == 0 and repository.head("trial").parent == first.oid, shown
+    publish_ok(folder, "--revision", "trial", "--replace-card")
+    first_head = repository.head("trial")
+    change_training_record(folder)
+    publish_ok(folder, "--revision", "trial")
+    assert repository.head("trial").parent == first_head.oid
     assert repository.read("README.md") == OWN_CARD.encode()
 
 
-def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
+def test_a_dry_run_asks_nobody(publish, hub, folder):
     (folder / "optimizer.pt").write_bytes(b"")
-    status, shown = publish(folder, "--dry-run", "--no-verify", token=" ")
-    assert status == 0 and "optimizer.pt" in shown and "It was not loaded." in shown, shown
+    status, printed_text = publish(folder, "--dry-run", "--no-verify", token=" ")
+    assert status == 0, printed_text
+    assert "optimizer.pt" in printed_text
+    assert "It was not loaded." in printed_text
     assert hub.requests == []
+
+
+def test_a_dry_run_loads_the_folder(publish, folder):
     weights = stored.weights(folder)
-    name = "model.multi_modal_projector.linear_1.weight"
-    del weights[name]  # which only loading shows
-    stored.store(folder, weights | {"model.another": torch.zeros(2)})
-    status, shown = publish(folder, "--dry-run")
-    assert status == 1 and name in shown and "model.another" in shown
-    assert "does not work in a process without this package" in shown
+    missing = "model.multi_modal_projector.linear_1.weight"
+    del weights[missing]
+    weights["model.another"] = torch.zeros(2)
+    stored.store(folder, weights)
+    status, printed_text = publish(folder, "--dry-run")
+    assert status == 1
+    assert missing in printed_text
+    assert "model.another" in printed_text
+    assert "does not work in a process without this package" in printed_text
 
 
 @pytest.mark.nightly
 def test_a_commit_that_nobody_can_load(publish, hub, folder):
     repository = hub.create("ann/m", files={"notes.md": b"mine"})
-    before = repository.commit
+    earlier_commit = repository.commit
     hub.fault(404, r"(GET|HEAD) /ann/m/resolve/\w{40}/config.json", times=99)
-    status, shown = publish(folder)
-    assert status == 1 and repository.commit in shown and before in shown
+    status, printed_text = publish(folder)
+    assert status == 1
+    assert repository.commit in printed_text
+    assert earlier_commit in printed_text
 
 
 @pytest.mark.parametrize(
-    "options, token, words",
+    ("options", "message"),
     [
-        (["--adapter"], None, "not an adapter"),
-        (["--space"], None, "is not this package's"),
-        (["--space", "--create-pr"], None, "A Space needs a published whole model"),
-        (["--repo-id", "bob/m"], None, "ann may publish as ann/... or lab/..., not as"),
-        ([], "read", "The token of ann may only read"),
-        (["--public"], None, "is private"),
-        ([], " ", "hf auth login"),
+        (["--adapter"], "not an adapter"),
+        (["--space"], "is not this package's"),
+        (["--space", "--create-pr"], "A Space needs a published whole model"),
+        (["--repo-id", "bob/m"], "ann may publish as ann/... or lab/..., not as"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_sent(publish, hub, folder, options, token, words):
+def test_options_that_cannot_be_are_refused_before_anything_is_sent(
+    publish, hub, folder, options, message
+):
     hub.create("ann/m-demo", kind="space", files={"app.py": b"print()"})
-    if "--public" in options:
-        hub.create("ann/m", private=True)
-    if token == "read":
-        token = hub.token("ann", token)
-    status, shown = publish(folder, *options, token=token)
-    assert status == 1 and words in shown
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
+    status, printed_text = publish(folder, *options)
+    assert status == 1
+    assert message in printed_text
+    assert_nothing_sent(hub)
+
+
+def test_a_token_that_may_only_read_is_refused_before_anything_is_sent(publish, hub, folder):
+    status, printed_text = publish(folder, token=hub.token("ann", "read"))
+    assert status == 1
+    assert "The token of ann may only read" in printed_text
+    assert_nothing_sent(hub)
+
+
+def test_a_private_repository_is_not_made_public(publish, hub, folder):
+    hub.create("ann/m", private=True)
+    status, printed_text = publish(folder, "--public")
+    assert status == 1
+    assert "is private" in printed_text
+    assert_nothing_sent(hub)
+
+
+def test_who_is_not_logged_in_is_told_how(publish, hub, folder):
+    status, printed_text = publish(folder, token=" ")
+    assert status == 1
+    assert "hf auth login" in printed_text
+    assert_nothing_sent(hub)
 
 
 READ = """
@@ -317,32 +493,66 @@ from normalign_llava.hub_cards.push.record import additions
 from normalign_llava.hub_cards.push.repository import check_front_matter, find_repository, log_in
 
 api = log_in("ann/m", f" {sys.argv[1]}\\n")
-for words in ("ann/m main", "ann/m trial", "ann/none main", "ann/b main"):
-    name, branch = words.split()
-    found = find_repository(api, name, branch=branch)
-    files = sorted(found.files)
-    print(json.dumps([found.branch, found.commit, found.private, found.card, found.written, files]))
+found = []
+for name, branch in (
+    ("ann/m", "main"),
+    ("ann/m", "trial"),
+    ("ann/none", "main"),
+    ("ann/b", "main"),
+):
+    repository = find_repository(api, name, branch=branch)
+    found.append({
+        "branch": repository.branch,
+        "commit": repository.commit,
+        "private": repository.private,
+        "card": repository.card,
+        "written": repository.written,
+        "files": sorted(repository.files),
+    })
+errors = []
 added = additions({"a.md": b"", "README.md": b"---\\nlicense: my own\\n---\\n"})
 for attempt in (lambda: check_front_matter(added, "model"), lambda: log_in("ann/m")):
     try:
         attempt()
     except ValueError as error:
-        print(error)
+        errors.append(str(error))
+print(json.dumps([found, errors]))
 """
 
 
 def test_a_repository_is_read_as_it_is(prepared, hub):
-    """Its card, with a mark of its encoding and what is no UTF-8; and somebody's own record."""
-    files = {"README.md": b"\xef\xbb\xbfhello \xff", "publication.json": b'{"files": {}}'}
-    first = hub.create("ann/m", private=True, files=files)
-    second = hub.create("ann/b", files={"a.safetensors": b"weights"})
+    their_files = {
+        "README.md": b"\xef\xbb\xbfhello \xff",  # with a mark of its encoding, and not UTF-8
+        "publication.json": b'{"files": {}}',  # somebody's own
+    }
+    first_repository = hub.create("ann/m", private=True, files=their_files)
+    second_repository = hub.create("ann/b", files={"a.safetensors": b"weights"})
     ended = prepared.run(["-c", READ, hub.token("ann")])
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
-    main, trial, none, other = map(json.loads, lines[:4])
-    known = [first.commit, True, "hello \ufffd", {}, [".gitattributes", *sorted(files)]]
-    assert main == ["main", *known] and trial == ["trial", *known]  # there is no such branch
-    assert none == ["main", None, False, None, {}, []]
-    assert other[1:4] == [second.commit, False, None]
-    assert "front matter of README.md" in lines[4]
-    assert "A token is needed to publish" in lines[-1]
+    found, read_errors = json.loads(ended.stdout.splitlines()[-1])
+    on_main, on_trial, absent, other_found = found
+
+    assert on_main == {
+        "branch": "main",
+        "commit": first_repository.commit,
+        "private": True,
+        "card": "hello \ufffd",
+        "written": {},
+        "files": [".gitattributes", *sorted(their_files)],
+    }
+    assert on_trial == {**on_main, "branch": "trial"}  # there is no such branch
+    assert absent == {
+        "branch": "main",
+        "commit": None,
+        "private": False,
+        "card": None,
+        "written": {},
+        "files": [],
+    }
+    assert other_found["commit"] == second_repository.commit
+    assert other_found["private"] is False
+    assert other_found["card"] is None
+
+    of_front_matter, of_token = read_errors
+    assert "front matter of README.md" in of_front_matter
+    assert "A token is needed to publish" in of_token

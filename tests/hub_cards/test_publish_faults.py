@@ -9,57 +9,88 @@ import pytest
 
 
 pytestmark = pytest.mark.slow
-CREATE = "POST /api/repos/create"
-PUT = "PUT "
+
+UPLOAD = "PUT "
 COMMIT = "POST .*/commit/"
 
 
-def published(hub, folder, commits):
-    """Whether ann/m holds the folder, after so many commits."""
-    repository = hub.repository("ann/m")
-    same = all(repository.read(path.name) == path.read_bytes() for path in folder.iterdir())
-    return same and len(repository.commits()) == commits
+@pytest.fixture
+def old_repository(hub):
+    """The repository before it is published to."""
+    return hub.create("ann/m", files={"notes.md": b"old"})
 
 
-@pytest.mark.parametrize("kind, where", [(403, CREATE), (500, COMMIT)])
-def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder, kind, where):
-    if where != CREATE:
-        hub.create("ann/m", files={"notes.md": b"old"})
-    before = {name: repository.head() for name, repository in hub.repositories.items()}
-    hub.fault(kind, where)
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and f"({kind})" in shown and "Run the command again" in shown
-    assert {name: repository.head() for name, repository in hub.repositories.items()} == before
+def assert_published(repository, folder, commit_count):
+    """Asserts that a repository holds the folder, after so many commits."""
+    for local_path in folder.iterdir():
+        assert repository.read(local_path.name) == local_path.read_bytes()
+    assert len(repository.commits()) == commit_count
+
+
+def test_a_repository_that_cannot_be_made_is_made_by_the_next_run(publish, hub, folder):
+    hub.fault(403, "POST /api/repos/create")
+    status, printed_text = publish(folder, "--no-verify")
+    assert status == 1
+    assert "(403)" in printed_text
+    assert "Run the command again" in printed_text
+    assert not hub.repositories
+
+    status, _ = publish(folder, "--no-verify")
+    assert status == 0
+    assert_published(hub.repository("ann/m"), folder, 2)
+
+
+def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder, old_repository):
+    old_head = old_repository.head()
+    hub.fault(500, COMMIT)
+    status, printed_text = publish(folder, "--no-verify")
+    assert status == 1
+    assert "(500)" in printed_text
+    assert "Run the command again" in printed_text
+    assert list(hub.repositories.values()) == [old_repository]
+    assert old_repository.head() == old_head
     received = hub.received.total()
-    status, shown = publish(folder, "--no-verify")
-    assert status == 0 and published(hub, folder, 3 if before else 2)
-    assert not received or hub.received.total() == received, "what was uploaded was sent again"
+    assert received
+
+    status, _ = publish(folder, "--no-verify")
+    assert status == 0
+    assert_published(old_repository, folder, 3)
+    assert hub.received.total() == received, "what was uploaded was sent again"
 
 
-def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
-    before = hub.create("ann/m", files={"notes.md": b"old"}).head()
-    pause = hub.fault("pause", PUT)
+def test_killed_during_the_upload_and_run_again(start, publish, hub, folder, old_repository):
+    old_head = old_repository.head()
+    paused_request = hub.fault("pause", UPLOAD)
     process = start(folder, "--no-verify")
-    assert pause.reached.wait(60)
+    assert paused_request.reached.wait(60)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    pause.released.set()
-    assert hub.repository("ann/m").head() == before
-    assert publish(folder, "--no-verify")[0] == 0 and published(hub, folder, 3)
+    paused_request.released.set()
+    assert old_repository.head() == old_head
+
+    status, _ = publish(folder, "--no-verify")
+    assert status == 0
+    assert_published(old_repository, folder, 3)
 
 
-def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder, tmp_path):
-    other = shutil.copytree(folder, tmp_path / "other")
-    (other / "training.json").write_text('{"seconds": 1.5}')
-    repository = hub.create("ann/m", files={"notes.md": b"old"})
-    pause = hub.fault("pause", COMMIT)
+def test_of_two_publishers_the_slower_gets_an_error(
+    start, publish, hub, folder, tmp_path, old_repository
+):
+    other_folder = shutil.copytree(folder, tmp_path / "other")
+    (other_folder / "training.json").write_text('{"seconds": 1.5}')
+    paused_request = hub.fault("pause", COMMIT)
     slower = start(folder, "--no-verify")
-    assert pause.reached.wait(60)
-    assert publish(other, "--no-verify")[0] == 0
-    theirs = repository.commit
-    pause.released.set()
-    process = slower.wait()
-    assert process.returncode == 1 and "A commit has happened since" in process.stderr
-    assert repository.commit == theirs
-    assert publish(folder, "--no-verify")[0] == 0 and repository.head().parent == theirs
-    assert "training.json" not in repository.head().files
+    assert paused_request.reached.wait(60)
+    status, _ = publish(other_folder, "--no-verify")
+    assert status == 0
+    faster_commit = old_repository.commit
+    paused_request.released.set()
+    ended_process = slower.wait()
+    assert ended_process.returncode == 1
+    assert "A commit has happened since" in ended_process.stderr
+    assert old_repository.commit == faster_commit
+
+    status, _ = publish(folder, "--no-verify")
+    assert status == 0
+    assert old_repository.head().parent == faster_commit
+    assert "training.json" not in old_repository.head().files

@@ -19,32 +19,34 @@ from normalign_llava.hub_cards.push.clean_process import (
 
 
 pytestmark = pytest.mark.slow
-SECRET = "hf_" + "AbCdEfGhIj" * 3 + "KlMn"
-NORM = "model.multi_modal_projector.norm"
+
+SECRET = f"hf_{'AbCdEfGhIj' * 3}KlMn"
+GAIN = "model.multi_modal_projector.norm.weight"
 
 
-def token(folder):
+def add_token(folder):
     (folder / "chat_template.jinja").write_text(f"{{# {SECRET} #}}")
     return "a Hugging Face token, hf_A"
 
 
-def local_path(folder):
-    (folder / "training.json").write_text(json.dumps({"stage": f"{folder.parent}/data"}))
+def add_local_path(folder):
+    record = {"stage": f"{folder.parent}/data"}
+    (folder / "training.json").write_text(json.dumps(record))
     return f"training.json, line 1: a local path, {folder.parent}."
 
 
-def a_pickle(folder):
+def add_pickle(folder):
     (folder / "tokenizer.model").write_bytes(pickle.dumps({"a": 1}))
     return "tokenizer.model: a pickle"
 
 
-def changed_code(folder):
-    code = folder / "modeling_normalign_llava.py"
-    code.write_text(code.read_text() + "# changed\n")
+def change_code(folder):
+    code_path = folder / "modeling_normalign_llava.py"
+    code_path.write_text(code_path.read_text() + "# changed\n")
     return "modeling_normalign_llava.py is not this version's"
 
 
-def other_code(folder):
+def name_other_code(folder):
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"]["AutoModel"] = "evil.Evil"
     (folder / "config.json").write_text(json.dumps(config))
@@ -52,59 +54,85 @@ def other_code(folder):
     return "auto_map in config.json is not this version's"
 
 
-def infinite_gain(folder):
+def make_gain_infinite(folder):
     weights = stored.weights(folder)
-    weights[f"{NORM}.weight"][3] = torch.inf
+    weights[GAIN][3] = torch.inf
     stored.store(folder, weights)
-    return f"{NORM}.weight has 1 NaN or infinite values"
+    return f"{GAIN} has 1 NaN or infinite values"
 
 
-def half_gain(folder):
+def make_gain_half_precision(folder):
     weights = stored.weights(folder)
-    weights[f"{NORM}.weight"] = weights[f"{NORM}.weight"].bfloat16()
+    weights[GAIN] = weights[GAIN].bfloat16()
     stored.store(folder, weights)
-    return f"{NORM}.weight is torch.bfloat16, not float32"
+    return f"{GAIN} is torch.bfloat16, not float32"
 
 
-def notice(folder):
-    (folder / "notices" / "vision").mkdir(parents=True)
-    (folder / "notices" / "vision" / "LICENSE").write_text(f"of {SECRET}")
+def add_token_to_notice(folder):
+    notice_path = folder / "notices" / "vision" / "LICENSE"
+    notice_path.parent.mkdir(parents=True)
+    notice_path.write_text(f"of {SECRET}")
     return "notices/vision/LICENSE, line 1: a Hugging Face token"
 
 
-def padding_on_the_right(folder):
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"padding_side": "right"}))
+def pad_on_the_right(folder):
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    config["padding_side"] = "right"
+    config_path.write_text(json.dumps(config))
     return "tokenizer_config.json pads on the right"
 
 
-FAULTS = [token, local_path, a_pickle, changed_code, other_code, infinite_gain, half_gain, notice]
-FAULTS += [padding_on_the_right]
-
-
-@pytest.mark.parametrize("spoil", FAULTS)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        add_token,
+        add_local_path,
+        add_pickle,
+        change_code,
+        name_other_code,
+        make_gain_infinite,
+        make_gain_half_precision,
+        add_token_to_notice,
+        pad_on_the_right,
+    ],
+)
 def test_nothing_is_sent_of_what_must_not_be_published(publish, hub, folder, spoil):
-    said = spoil(folder)
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and said in shown and SECRET not in shown
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
+    message = spoil(folder)
+    status, printed_text = publish(folder, "--no-verify")
+    assert status == 1
+    assert message in printed_text
+    assert SECRET not in printed_text
+    for request in hub.requests:
+        assert not request.startswith(("POST", "PUT"))
     assert not hub.repositories
 
 
-def test_a_commit_that_answers_otherwise_than_the_folder_is_reported(start, hub, folder):
-    pause = hub.fault("pause", "GET /ann/m/resolve/.*language_model.*safetensors")
-    process = start(folder)
-    assert pause.reached.wait(120)
-    repository = hub.repository("ann/m")
-    (path,) = (name for name in stored.FILES if "language_model" in name)
-    weights = load(repository.read(path))
+def scale_published_weights(repository):
+    """Changes weights in a repository after they were sent, in the same commit."""
+    (weights_name,) = [name for name in stored.FILES if "language_model" in name]
+    weights = load(repository.read(weights_name))
     weights["model.language_model.norm.weight"] *= 1.01
-    repository.blobs[repository.head().files[path]] = save(weights, {"format": "pt"})
-    pause.released.set()
-    ended = process.wait()
-    shown = " ".join(ended.stderr.split())
-    assert ended.returncode == 1 and "It answers differently: logits differ by" in shown
-    assert f"ann/m is at {repository.commit}" in shown
+    blob_name = repository.head().files[weights_name]
+    repository.blobs[blob_name] = save(weights, {"format": "pt"})
+
+
+def test_a_commit_that_answers_otherwise_than_the_folder_is_reported(start, hub, folder):
+    paused_request = hub.fault("pause", "GET /ann/m/resolve/.*language_model.*safetensors")
+    process = start(folder)
+    assert paused_request.reached.wait(120)
+    repository = hub.repository("ann/m")
+    scale_published_weights(repository)
+    paused_request.released.set()
+
+    ended_process = process.wait()
+    printed_text = " ".join(ended_process.stderr.split())
+    assert ended_process.returncode == 1
+    assert "It answers differently: logits differ by" in printed_text
+    assert f"ann/m is at {repository.commit}" in printed_text
+
+
+CACHES = ["HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HUGGINGFACE_HUB_CACHE"]
 
 
 def test_a_clean_process_has_no_cache_and_no_token_of_this_machine(
@@ -113,33 +141,41 @@ def test_a_clean_process_has_no_cache_and_no_token_of_this_machine(
     served = hub.serve("lab/m", folder)
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.setenv("HF_TOKEN", SECRET)  # which the hub would refuse
-    caches = ["HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HUGGINGFACE_HUB_CACHE"]
-    for name in caches:
-        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("HF_TOKEN", SECRET)  # the hub would refuse it
+    for variable in CACHES:
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+
     logits = ask_clean_process("lab/m", revision=served.commit)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder).eval()
     with torch.inference_mode():
-        here = first_logits(model, AutoProcessor.from_pretrained(folder))
-    assert difference(here, logits) is None
-    assert not [name for name in caches if (tmp_path / name).exists()]
-    weights = [path for path in hub.sent if path.endswith(".safetensors")]
-    assert len(weights) == 3  # all were fetched
+        expected = first_logits(model, AutoProcessor.from_pretrained(folder))
+    assert difference(expected, logits) is None
+    for variable in CACHES:
+        assert not (tmp_path / variable).exists()
+    fetched = [file_path for file_path in hub.sent if file_path.endswith(".safetensors")]
+    assert len(fetched) == 3  # these are all
 
 
 def test_logits_that_differ_by_a_part_in_ten_thousand_are_reported():
     logits = [-2.0, 0.5, 1.0]
-    assert difference(logits, [value * (1 + 1e-7) for value in logits]) is None
-    for last in (1.0 + 1e-4, 1.0 - 1e-4):
-        assert difference(logits, [*logits[:2], last]) is not None
-    assert difference([-10.0, 1e-3], [-10.0, 1e-3 + 5e-5]) is None  # a share of the largest
+    assert difference(logits, [-2.0, 0.5, 1.0 + 1e-4]) is not None
+    assert difference(logits, [-2.0, 0.5, 1.0 - 1e-4]) is not None
+
+
+def test_logits_that_differ_by_less_are_alike():
+    logits = [-2.0, 0.5, 1.0]
+    nearly = [logit * (1 + 1e-7) for logit in logits]
+    assert difference(logits, nearly) is None
+    # The difference is a share of the largest.
+    assert difference([-10.0, 1e-3], [-10.0, 1e-3 + 5e-5]) is None
 
 
 def test_no_token_is_in_the_error_of_a_clean_process(folder):
     config = json.loads((folder / "config.json").read_text())
     del config["auto_map"]
-    config["model_type"] = SECRET  # which the error names
+    config["model_type"] = SECRET  # the error names it
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="does not work in a process without this") as shown:
+    with pytest.raises(ValueError, match="does not work in a process without this") as raised_error:
         ask_clean_process(folder, token=SECRET)
-    assert "[token]" in str(shown.value) and SECRET not in str(shown.value)
+    assert "[token]" in str(raised_error.value)
+    assert SECRET not in str(raised_error.value)

@@ -9,33 +9,57 @@ from remote_code import run_blocked
 
 
 pytestmark = pytest.mark.nightly
-SECTION = "## Tools that call LLaVA's class\n"
-RUN = """
+
+LOAD = """
 import io, json
-told, sys.stderr = sys.stderr, io.StringIO()
+stderr, sys.stderr = sys.stderr, io.StringIO()
 from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration
+
 def norms(model):
     return [name for name, _ in model.named_modules() if name.endswith("projector.norm")]
-stock = norms(LlavaForConditionalGeneration.from_pretrained(sys.argv[1]))
-warned, sys.stderr = sys.stderr.getvalue(), told
+
+stock_norms = norms(LlavaForConditionalGeneration.from_pretrained(sys.argv[1]))
+warning = sys.stderr.getvalue()
+sys.stderr = stderr
 try:
     AutoModelForImageTextToText.from_pretrained(sys.argv[1], trust_remote_code=False)
 except ValueError as error:
-    refused = str(error)
+    refusal = str(error)
 exec(sys.argv[2])
-print(json.dumps([stock, warned, refused, norms(model)]))
+print(json.dumps({
+    "stock_norms": stock_norms,
+    "warning": warning,
+    "refusal": refusal,
+    "own_norms": norms(model),
+}))
 """
 
 
-def test_llava_s_class_warns_in_these_words_and_the_auto_class_has_the_norm(folder, tmp_path):
-    section = (DOCS / "serving.md").read_text().partition(SECTION)[2]
-    (warning,) = re.findall("^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    (snippet,) = re.findall("^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    right = snippet.replace('"user/my-model"', repr(str(folder)))
-    assert right != snippet
-    stock, warned, refused, own = run_blocked(tmp_path, RUN, folder, right)
-    said = " ".join(warned.split())
-    for line in warning.splitlines():
-        assert " ".join(line.split()) in said
-    assert stock == [] and own == ["model.multi_modal_projector.norm"]
-    assert "trust_remote_code=True" in refused
+@pytest.fixture
+def page_section():
+    page = (DOCS / "serving.md").read_text()
+    return page.partition("## Tools that call LLaVA's class\n")[2]
+
+
+def code_block(text, language):
+    (block,) = re.findall(f"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return block
+
+
+def on_one_line(text):
+    return " ".join(text.split())
+
+
+def test_llava_s_class_warns_in_these_words_and_the_auto_class_has_the_norm(
+    page_section, folder, tmp_path
+):
+    snippet = code_block(page_section, "python")
+    local_snippet = snippet.replace('"user/my-model"', repr(str(folder)))
+    assert local_snippet != snippet
+    shown = run_blocked(tmp_path, LOAD, folder, local_snippet)
+
+    for line in code_block(page_section, "text").splitlines():
+        assert on_one_line(line) in on_one_line(shown["warning"])
+    assert shown["stock_norms"] == []
+    assert shown["own_norms"] == ["model.multi_modal_projector.norm"]
+    assert "trust_remote_code=True" in shown["refusal"]
