@@ -89,7 +89,7 @@ def build(
         ),
     ] = None,
     select_strategy: Annotated[
-        Strategy | None, Option(help="Drop class tokens, or keep all visual tokens.")
+        Strategy | None, Option(help="Leave out class token and registers, or keep all tokens.")
     ] = None,
     chat_template: Annotated[
         Path | None, Option(help="Jinja file of the chat template.", exists=True)

@@ -27,6 +27,8 @@ class NormAlignLlavaConfig(LlavaConfig):
         gain_floor: smallest mean |gain| that the compensation divides by.
         projector_norm_eps: epsilon of the norm.
         text_embedding_norm: N_text, mean norm of text entering the decoder. `None` until measured.
+        vision_prefix_tokens: tokens before the encoder's patches (class token, registers) that
+            `vision_feature_select_strategy="default"` leaves out. LLaVA leaves out 1.
 
     The other arguments are [`LlavaConfig`]'s.
 
@@ -54,6 +56,7 @@ class NormAlignLlavaConfig(LlavaConfig):
     gain_floor: float = 1e-3
     projector_norm_eps: float = 1e-5
     text_embedding_norm: float | None = None
+    vision_prefix_tokens: int = 1
 
     def __post_init__(self, **kwargs):
         # A LLaVA folder's model_type, "llava", would make the next loading drop the norm.
@@ -72,6 +75,9 @@ class NormAlignLlavaConfig(LlavaConfig):
                 continue
             if not isinstance(value, int | float) or not 0.0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
+        if type(self.vision_prefix_tokens) is not int or self.vision_prefix_tokens < 1:
+            count = f"got {self.vision_prefix_tokens!r}"
+            raise ValueError(f"vision_prefix_tokens must be a positive whole number, {count}.")
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:

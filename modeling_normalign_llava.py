@@ -7,7 +7,7 @@ Equations: https://huggingface.co/papers/2512.08374. Compare with transformers' 
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -240,7 +240,12 @@ def initial_gain(config: NormAlignLlavaConfig, n_text: float) -> float:
 
 
 class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
-    """LLaVA's projector, then the norm: visual features `(..., d_vision)` to tokens `(..., d)`."""
+    """LLaVA's projector, then the norm: visual features `(..., d_vision)` to tokens `(..., d)`.
+
+    The first `skipped_tokens` features of each image are left out: registers.
+    """
+
+    skipped_tokens = 0  # NormAlignLlavaModel sets this before each pass
 
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
@@ -259,6 +264,8 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
             )
 
     def forward(self, image_features: Tensor) -> Tensor:
+        if self.skipped_tokens:
+            image_features = image_features[:, self.skipped_tokens :]
         return self.norm(super().forward(image_features))
 
 
@@ -369,11 +376,19 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         def require_grads(module, args, output):
             is_text = module is text_embeddings
             if is_text or any(parameter.requires_grad for parameter in tower.parameters()):
-                output.requires_grad_(True)
+                embedded = output[0] if isinstance(output, tuple) else output  # data2vec's
+                embedded.requires_grad_(True)
 
         self._require_grads_hooks = []
-        for embeddings in (text_embeddings, tower.get_input_embeddings()):
+        for embeddings in self.embeddings_of_parts():
             self._require_grads_hooks.append(embeddings.register_forward_hook(require_grads))
+
+    def embeddings_of_parts(self) -> list[nn.Module]:
+        """Returns the text's embeddings, and the encoder's if its class names them."""
+        embeddings = [self.get_input_embeddings()]
+        with suppress(NotImplementedError):  # RADIO's does not
+            embeddings.append(self.base_model.vision_tower.get_input_embeddings())
+        return embeddings
 
     def save_pretrained(
         self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs
@@ -446,10 +461,27 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
     def get_image_features(self, *args, **kwargs):
         modules = [*self.vision_tower.modules(), *self.multi_modal_projector.modules()]
         is_training = self.training or any(module.training for module in modules)
+        skipped_tokens = self._tokens_after_the_first(*args, **kwargs)
         for module in modules:
             if isinstance(module, _CompensatedNorm):
                 module.model_trains = is_training
+            if isinstance(module, NormAlignLlavaMultiModalProjector):
+                module.skipped_tokens = skipped_tokens
         return super().get_image_features(*args, **kwargs)
+
+    def _tokens_after_the_first(
+        self,
+        pixel_values: Tensor,
+        vision_feature_layer=None,
+        vision_feature_select_strategy: str | None = None,
+        *args,
+        **kwargs,
+    ) -> int:
+        """Returns how many tokens "default" leaves out besides the first, as LLaVA does not."""
+        strategy = vision_feature_select_strategy or self.config.vision_feature_select_strategy
+        if strategy != "default":
+            return 0
+        return self.config.vision_prefix_tokens - 1
 
 
 _ARGUMENTS = [*signature(llava.LlavaForConditionalGeneration.forward).parameters][1:]  # not self

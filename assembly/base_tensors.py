@@ -88,13 +88,15 @@ class BaseTensors:
 def _open_tensors(base: Checkpoint, model: NormAlignLlavaForConditionalGeneration) -> Slices:
     """Opens the base's files, and returns their tensors by their names in the model."""
     stored_tensors = {}
+    model_names = model.state_dict().keys()
     renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
     for weights_path in fetch_checked_weights(base.name, base.revision):
         weights_file = safe_open(weights_path, "pt")
         for stored_name in weights_file.keys():  # noqa: SIM118
             model_name = stored_name
-            for renaming in renamings:  # an older LLaVA has other names
-                model_name, _ = renaming.rename_source_key(model_name)
+            if stored_name not in model_names:  # an older LLaVA has other names
+                for renaming in renamings:
+                    model_name, _ = renaming.rename_source_key(model_name)
             stored_tensors[model_name] = weights_file.get_slice(stored_name)
     return stored_tensors
 

@@ -12,10 +12,10 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 from transformers import (
-    MODEL_MAPPING,
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
+    BaseImageProcessor,
     LlavaProcessor,
 )
 
@@ -30,7 +30,9 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..console import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
+from .encoder import TokenLayout, load_encoder, require_vision_config, token_layout
 from .generation import copied_generation, flags_of, in_words
+from .image_processing import fix_size, plain_image_processor
 from .parts import (
     add_image_token,
     assemble,
@@ -38,7 +40,6 @@ from .parts import (
     hide_ends,
     load_language_model,
     logits_of_fixed_text,
-    require_vision_config,
     set_chat_template,
 )
 from .processing import ARMS, check_feature_layer, make_processor
@@ -56,6 +57,7 @@ class BuildReport(Printed):
             parameter is counted once. The language model's include its head.
         n_text: The mean norm of text embeddings as they enter the decoder.
         gain: Start of the norm's gain. None without a norm.
+        prefix_tokens: Number of the encoder's tokens before its patches: class token, registers.
         generation_marks: Whether the chat template marks the assistant's turns for training.
         vision_revision, language_revision: Commits of parts from the Hub. None for folders.
         licenses: Licences of `"vision"` and `"language"`, see [`fetch_licence`].
@@ -69,6 +71,7 @@ class BuildReport(Printed):
     labels = {
         "n_text": "N_text, mean norm of text embeddings",
         "gain": "gain of the norm at the start",
+        "prefix_tokens": "tokens of the encoder before its patches",
         "generation_marks": "chat template marks answers for training",
         "from_llava": "made from a LLaVA checkpoint",
     }
@@ -83,6 +86,7 @@ class BuildReport(Printed):
     n_text: float
     gain: float | None
     tokens_per_image: int
+    prefix_tokens: int
     generation_marks: bool
     vision_revision: str | None
     language_revision: str | None
@@ -127,16 +131,17 @@ def build_checkpoint(
     The keyword arguments are the fields of [`BuildOptions`].
 
     Args:
-        vision: Folder or Hub id of a CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or
-            without registers) or ViT.
+        vision: Folder or Hub id of a vision encoder, or of a model with one, such as CLIP. Its
+            hidden states are `(B, prefix + patches, d)`, see [`token_layout`].
         language: Folder or Hub id of a causal language model of transformers.
         output: Folder to create. Its `build.json` has the report.
         arm: One of the paper's arms, see `ARMS`. `"gwc"` by default.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         feature_layer: Hidden state(s) of the encoder to project. -1 is the last layer's output,
             and -2 the default.
-        select_strategy: `"default"` drops the class token, `"full"` keeps every token. None means
-            `"full"` for SigLIP, since it has no class token, and `"default"` for others.
+        select_strategy: `"default"` leaves out the tokens before the patches, that is class token
+            and registers. `"full"` keeps every token. None means `"full"` for an encoder without
+            such tokens, as SigLIP, and `"default"` for others.
         chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` (the default), the language
             model's. The norm is always float32.
@@ -163,12 +168,15 @@ def build_checkpoint(
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
         has_marks = set_chat_template(tokenizer, options.chat_template)
-        image_processor = vision_part.preprocessor(AutoImageProcessor)
-        with refuse_unreadable(f"The image processor of {vision}"):
-            processor = make_processor(image_processor, tokenizer, encoder, options.select_strategy)
-            tokens_per_image = check_processor(processor)
+        image_processor, pixel_size = _image_processor(vision_part)
+        tower = load_encoder(vision_part, encoder)
+        layout = token_layout(tower, pixel_size, feature_layer, vision)
+        strategy = layout.strategy(options.select_strategy)
+        left_out = max(1, layout.prefix)
+        processor = make_processor(image_processor, tokenizer, layout, strategy, left_out)
+        tokens_per_image = check_processor(processor)
         language_model = load_language_model(language_part, dtype)
-        tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
+        tower.to(language_model.dtype)
         add_image_token(language_model, tokenizer)
         logits = logits_of_fixed_text(language_model)
         config = NormAlignLlavaConfig(
@@ -177,12 +185,13 @@ def build_checkpoint(
             image_token_index=processor.image_token_id,
             image_seq_length=tokens_per_image,
             vision_feature_layer=feature_layer,
-            vision_feature_select_strategy=processor.vision_feature_select_strategy,
+            vision_feature_select_strategy=strategy,
+            vision_prefix_tokens=left_out,
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **norm_settings,
         )
         model = assemble(config, tower, language_model, logits)
-        built = _Built(model, processor, vision_part, language_part, options.arm, has_marks)
+        built = _Built(model, processor, layout, vision_part, language_part, options.arm, has_marks)
         return _finish(built, folder, output)
 
 
@@ -213,18 +222,32 @@ def retrofit_checkpoint(
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes a LLaVA ('llava')."
             )
-        encoder = require_vision_config(opened)
+        require_vision_config(opened)
         stock = opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
         hide_ends(stock.tokenizer)
-        strategy = opened.config.vision_feature_select_strategy
-        processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
-        opened.check_image_token(processor)
+        opened.check_image_token(stock)
+        with refuse_unreadable(f"The image processor of {llava}"):
+            pixel_size = fix_size(stock.image_processor)
         model = opened.load(dtype=loaded_dtype, **norm_settings)
+        tower = model.model.vision_tower
+        layout = token_layout(tower, pixel_size, model.config.vision_feature_layer, llava)
+        strategy = layout.strategy(model.config.vision_feature_select_strategy)
+        processor = make_processor(stock.image_processor, stock.tokenizer, layout, strategy, 1)
         for setting in norm_settings:  # transformers puts them into both configurations
             vars(model.generation_config).pop(setting, None)
         has_marks = has_generation_marks(stock.chat_template or "")
-        return _finish(_Built(model, processor, opened, opened, arm, has_marks), folder, output)
+        return _finish(
+            _Built(model, processor, layout, opened, opened, arm, has_marks), folder, output
+        )
+
+
+def _image_processor(vision: Checkpoint) -> tuple[BaseImageProcessor, tuple[int, int]]:
+    """Returns an encoder's image processor, and height and width of all images that it makes."""
+    image_processor = vision.preprocessor(AutoImageProcessor)
+    with refuse_unreadable(f"The image processor of {vision.name}"):
+        image_processor = plain_image_processor(image_processor)
+        return image_processor, fix_size(image_processor)
 
 
 def _check_arm(arm: str, norm: str) -> dict[str, str]:
@@ -246,6 +269,7 @@ class _Built:
 
     model: NormAlignLlavaForConditionalGeneration
     processor: LlavaProcessor
+    layout: TokenLayout
     vision: Checkpoint
     language: Checkpoint
     arm: str
@@ -336,6 +360,7 @@ def _report(
         n_text=n_text,
         gain=projector.norm.weight[0].item() if has_norm else None,
         tokens_per_image=check_processor(built.processor, model),
+        prefix_tokens=built.layout.prefix,
         generation_marks=built.has_marks,
         vision_revision=vision.revision,
         language_revision=language.revision,

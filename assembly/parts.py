@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two parts of a model: which vision encoders and language models fit, and preparing them."""
+"""The language model that a model is built of, and assembling it with a vision encoder."""
 
 import inspect
 import logging
@@ -13,7 +13,6 @@ from transformers import (
     MODEL_MAPPING,
     AddedToken,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,25 +25,11 @@ from ..modeling_normalign_llava import (
     NormAlignLlavaMultiModalProjector,
 )
 from .chat_template import multimodal_chat_template
-from .processing import VISION_ENCODERS
 
 
 logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
-
-
-def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
-    """Reads the vision encoder's configuration. Raises ValueError if it is not supported."""
-    config = getattr(vision.config, "vision_config", vision.config)
-    if config.model_type not in VISION_ENCODERS:
-        raise ValueError(
-            f"The vision encoder of {vision.name} is a {config.model_type!r} model, not one of "
-            f"{', '.join(VISION_ENCODERS)}."
-        )
-    if config.model_type == "siglip_vision_model":
-        config.vision_use_head = False  # the pooling head is not read
-    return config
 
 
 def check_language_model(language: Checkpoint) -> None:

@@ -24,18 +24,10 @@ from transformers import (
 from ..checkpoint.prompts import fix_date
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
+from .encoder import TokenLayout
 
 
 logger = logging.getLogger(__name__)
-
-VISION_ENCODERS = {
-    "clip_vision_model": 1,
-    "dinov2": 1,
-    "dinov2_with_registers": 1,
-    "vit": 1,
-    "siglip_vision_model": 0,
-}
-"""Vision encoders by `model_type`, with the number of class tokens before the patches."""
 
 ARMS = {
     "none": {"projector_norm": "none"},
@@ -183,33 +175,22 @@ def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> st
 def make_processor(
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
-    vision_config: PreTrainedConfig,
-    select_strategy: str | None = None,
+    layout: TokenLayout,
+    select_strategy: str,
+    left_out: int,
 ) -> LlavaProcessor:
     """Makes a [settled][`settle`] [`LlavaProcessor`] with a pad token.
-
-    An image processor without `crop_size` gets one, since serving engines compute the number of
-    image tokens by it.
 
     Args:
         image_processor: The encoder's.
         tokenizer: The language model's, with an image token and a chat template.
-        vision_config: The encoder's configuration.
-        select_strategy: `"default"`, `"full"`, or None for what fits the encoder.
+        layout: The tokens of the encoder's hidden states.
+        select_strategy: `"default"` or `"full"`.
+        left_out: Number of tokens that `"default"` leaves out. LLaVA leaves out one.
 
     Raises:
-        ValueError: If the strategy would drop a patch, the image processor has no height and width,
-            or the tokenizer cannot be settled.
+        ValueError: If the tokenizer cannot be settled.
     """
-    class_tokens = VISION_ENCODERS[vision_config.model_type]
-    if not select_strategy:
-        select_strategy = "default" if class_tokens else "full"
-    if select_strategy == "default" and not class_tokens:
-        raise ValueError(
-            f"select_strategy 'default' drops the first token, but {vision_config.model_type} has "
-            "no class token: a patch of the image would be lost. Use 'full'."
-        )
-    _require_crop_size(image_processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -218,26 +199,16 @@ def make_processor(
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    registers = getattr(vision_config, "num_register_tokens", 0)
+    additional_tokens = layout.prefix
+    if select_strategy == "default":
+        additional_tokens -= left_out - 1  # the processor itself subtracts one
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        patch_size=vision_config.patch_size,
+        patch_size=layout.patch_size,
         vision_feature_select_strategy=select_strategy,
-        num_additional_image_tokens=class_tokens + registers,
+        num_additional_image_tokens=additional_tokens,
         chat_template=tokenizer.chat_template,
     )
     settle(processor)
     return processor
-
-
-def _require_crop_size(image_processor: BaseImageProcessor) -> None:
-    """Sets a missing `crop_size` to the size. Raises ValueError if that has no height and width."""
-    if image_processor.crop_size:
-        return
-    size = image_processor.size
-    height = size.get("height")
-    width = size.get("width")
-    if not height or not width:
-        raise ValueError(f"The image processor's size {dict(size)} has no height and width.")
-    image_processor.crop_size = {"height": height, "width": width}

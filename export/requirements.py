@@ -20,9 +20,9 @@ TOWER_ACTIVATIONS = {
 
 _PROJECTOR_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 _WITH_CLASS_TOKEN = {
-    "clip_vision_model", "dinov2", "dinov2_with_registers", "dinov3_vit", "vit", "deit", "beit",
-    "data2vec-vision", "metaclip_2_vision_model", "chinese_clip_vision_model", "internvl_vision",
-    "mlcd", "mlcd_vision_model",
+    "beit", "chinese_clip_vision_model", "clip_vision_model", "data2vec-vision", "deit", "dinov2",
+    "dinov2_with_registers", "dinov3_vit", "internvl_vision", "metaclip_2_vision_model",
+    "mlcd_vision_model", "pixio", "radio", "sapiens2", "tipsv2_vision_model", "vit", "vit_msn",
 }  # fmt: skip
 
 

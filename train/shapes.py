@@ -75,7 +75,7 @@ def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: Exi
     args = trainer.args
     model = trainer.model
     base = base_model(model)
-    for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
+    for embeddings in base.embeddings_of_parts():
         # Disabling checkpointing leaves hooks there. With them, an input has a gradient.
         stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if checkpointing is None:

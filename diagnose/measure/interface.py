@@ -119,6 +119,9 @@ class InterfaceProbe:
         if not features.is_floating_point():  # Ovis reads its indicators from the same table
             return
         if self._visual_table is None:
+            registers = getattr(projector, "skipped_tokens", 0)  # not read, in this package's
+            if registers:
+                features = features[:, registers:]
             self._add("projector_input", features)
         self._add("projector_output", output)
 

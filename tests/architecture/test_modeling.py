@@ -97,6 +97,8 @@ def test_embeddings_that_cannot_be_measured_are_refused(weight, message):
         ("text_embedding_norm", math.nan, "text_embedding_norm .*nan"),
         ("text_embedding_norm", 0.0, "text_embedding_norm .*0.0"),
         ("gain_floor", 0, "gain_floor .* got 0"),
+        ("vision_prefix_tokens", 0, "vision_prefix_tokens .* got 0"),
+        ("vision_prefix_tokens", 5.0, "vision_prefix_tokens .* got 5.0"),
         ("gain_floor", math.inf, "gain_floor .* got inf"),
         ("gain_floor", None, "gain_floor .* got None"),
         ("projector_norm_eps", 0.0, "projector_norm_eps .* got 0.0"),

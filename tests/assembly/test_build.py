@@ -32,12 +32,12 @@ from normalign_llava.assembly.build import (
     retrofit_checkpoint,
 )
 from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.assembly.encoder import require_vision_config
 from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
     check_language_model,
-    require_vision_config,
 )
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import fetch_notices
@@ -620,7 +620,7 @@ def test_options_that_do_not_fit_the_encoder_are_refused(
 
 
 def test_a_language_model_is_refused_as_an_encoder(tmp_path, siglip, language):
-    message = "'llama' model. .*siglip_vision_model"
+    message = "'llama' model, and it reads input_ids, not pixel_values"
     assert_build_is_refused(tmp_path, message, vision=language, language=language)
 
 
@@ -826,15 +826,14 @@ def test_a_language_model_with_damaged_weights_is_refused(vision, language, outp
         build_checkpoint(vision, language, output_path)
 
 
-def test_an_encoder_with_other_features_than_placeholders_is_refused(
+def test_the_count_of_tokens_follows_from_the_encoder_and_not_from_its_settings(
     tmp_path, language, output_path
 ):
-    """Placeholders are counted from the configuration, features from the model's output."""
     vision = tiny_parts.vision(tmp_path / "vision", "dinov2")
     update_json(f"{vision}/config.json", {"num_register_tokens": 4})
-    with pytest.raises(ValueError, match="An image has 8 image tokens in the prompt, and 8 and 4"):
-        build_checkpoint(vision, language, output_path)
-    assert not output_path.exists()
+    report = build_checkpoint(vision, language, output_path)
+    assert report.tokens_per_image == 4
+    assert report.prefix_tokens == 1
 
 
 @pytest.mark.parametrize("layer", [1, 3, -1, -4, [1, 3], [-4, -1]])

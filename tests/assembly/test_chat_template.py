@@ -9,7 +9,6 @@ from itertools import product
 import chat_families
 import numpy as np
 import pytest
-import tiny
 import tiny_parts
 import train_data
 from chat_families import END_OF_TURN, SMOLLM2, TEMPLATES, chat, marked, parts, render
@@ -19,9 +18,10 @@ from transformers import AddedToken, AutoProcessor, LlavaProcessor, PreTrainedTo
 
 from normalign_llava.assembly import chat_template
 from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.assembly.encoder import TokenLayout
 from normalign_llava.assembly.parts import set_chat_template
 from normalign_llava.assembly.processing import make_processor, settle, text_tokenizer
-from normalign_llava.checkpoint.opening import Checkpoint
+from normalign_llava.checkpoint.opening import Checkpoint, check_processor
 from normalign_llava.checkpoint.prompts import with_fixed_date
 from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.parse import parse_row
@@ -148,13 +148,15 @@ def test_a_template_with_a_fixed_date_stays():
     assert with_fixed_date(fixed) == fixed
 
 
+LAYOUT = TokenLayout(prefix=1, patches=4, patch_size=8, encoder="clip_vision_model")
+
+
 def built(folder, tokenizer, template):
     """The processor that `build` writes, loaded again."""
     tokenizer.chat_template = template
     set_chat_template(tokenizer, None)
     image_processor = tiny_parts.image_processor("clip")
-    vision_config = tiny.vision_config("clip")
-    make_processor(image_processor, tokenizer, vision_config).save_pretrained(folder)
+    make_processor(image_processor, tokenizer, LAYOUT, "default", 1).save_pretrained(folder)
     return AutoProcessor.from_pretrained(folder)
 
 
@@ -422,76 +424,47 @@ def tokenizer_with_image_token():
     return tokenizer
 
 
-def llava_processor(kind, tokenizer, size=None, **options):
-    """The processor that `build` makes for an encoder, whose images may have another size."""
-    image_processor = tiny_parts.image_processor(kind)
-    if size is not None:
-        image_processor.size = size
-    return make_processor(image_processor, tokenizer, tiny.vision_config(kind), **options)
+def llava_processor(tokenizer, layout=LAYOUT, strategy="default", left_out=1):
+    """The processor that `build` makes for an encoder of 2 x 2 patches."""
+    image_processor = tiny_parts.image_processor("clip")
+    return make_processor(image_processor, tokenizer, layout, strategy, left_out)
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_its_end():
     tokenizer = tokenizer_with_image_token()
     tokenizer.pad_token = None
-    assert llava_processor("siglip", tokenizer).tokenizer.pad_token == "<|im_end|>"
+    assert llava_processor(tokenizer).tokenizer.pad_token == "<|im_end|>"
 
 
 def test_a_pad_token_stays_and_pads_at_the_left():
     tokenizer = tokenizer_with_image_token()
     tokenizer.pad_token = "<unk>"
-    processor = llava_processor("clip", tokenizer)
+    processor = llava_processor(tokenizer)
     assert processor.tokenizer.pad_token == "<unk>"
     assert processor.tokenizer.padding_side == "left"
 
 
-def test_a_processor_has_the_encoder_s_patches_and_features():
-    siglip_processor = llava_processor("siglip", tokenizer_with_image_token())
-    assert siglip_processor.vision_feature_select_strategy == "full"
-
-    clip_processor = llava_processor("clip", tokenizer_with_image_token())
-    assert clip_processor.vision_feature_select_strategy == "default"
-    assert clip_processor.patch_size == 8
-
-
-def test_a_processor_has_the_features_that_are_asked_for():
-    processor = llava_processor(
-        "clip",
-        tokenizer_with_image_token(),
-        select_strategy="full",
-    )
-    assert processor.vision_feature_select_strategy == "full"
+def test_a_processor_has_the_encoder_s_patches():
+    processor = llava_processor(tokenizer_with_image_token())
+    assert processor.vision_feature_select_strategy == "default"
+    assert processor.patch_size == 8
 
 
 @pytest.mark.parametrize(
-    ("size", "height", "width"),
+    ("prefix", "strategy", "left_out", "additional", "kept"),
     [
-        pytest.param(None, 16, 16, id="square"),
-        pytest.param({"height": 16, "width": 24}, 16, 24, id="wide"),
+        (1, "default", 1, 1, 4),
+        (5, "default", 5, 1, 4),
+        (5, "default", 1, 5, 8),
+        (5, "full", 5, 5, 9),
+        (0, "full", 1, 0, 4),
     ],
 )
-def test_a_processor_without_a_crop_has_the_size_of_its_images(size, height, width):
-    processor = llava_processor("siglip", tokenizer_with_image_token(), size)
-    crop_size = processor.image_processor.crop_size
-    assert crop_size["height"] == height
-    assert crop_size["width"] == width
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (
-            {"shortest_edge": 16},
-            "size .*shortest_edge.* has no height and width",
-        ),
-        (
-            {"height": 16, "max_width": 24},
-            "has no height and width",
-        ),
-    ],
-)
-def test_a_size_without_height_and_width_is_refused(size, message):
-    with pytest.raises(ValueError, match=message):
-        llava_processor("siglip", tokenizer_with_image_token(), size)
+def test_a_processor_counts_the_tokens_that_stay(prefix, strategy, left_out, additional, kept):
+    layout = TokenLayout(prefix, 4, 8, "dinov3_vit")
+    processor = llava_processor(tokenizer_with_image_token(), layout, strategy, left_out)
+    assert processor.num_additional_image_tokens == additional
+    assert check_processor(processor) == kept
 
 
 def unsettled_processor(tokenizer, template):
@@ -554,7 +527,7 @@ def test_a_tokenizer_that_drops_unknown_letters_is_refused():
     model_class = type(backend.model)
     backend.model = model_class(vocab=vocabulary, merges=[])
     with pytest.raises(ValueError, match="drops letters.*unk_token"):
-        llava_processor("clip", tokenizer)
+        llava_processor(tokenizer)
 
 
 def test_a_template_that_prints_the_first_token_before_some_texts_only_is_refused(tmp_path):

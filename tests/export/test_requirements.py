@@ -1,5 +1,6 @@
 import pytest
 import tiny
+import tiny_encoders
 import tiny_parts
 import transformers
 
@@ -37,10 +38,18 @@ def test_a_class_token_is_refused_with_the_reason():
     assert "drops the first patch" in message
 
 
-def test_an_encoder_that_llama_cpp_lacks_is_refused():
+@pytest.mark.parametrize("name", tiny_encoders.ENCODERS)
+def test_only_siglip_is_in_llama_cpp_and_class_tokens_are_named(name):
     model_config = config()
-    model_config.vision_config.model_type = "pvt"
-    assert "has no vision encoder of type pvt" in refusal(model_config)
+    kind = tiny_encoders.ENCODERS[name]
+    model_config.vision_config.model_type = kind.model_type
+    if kind.model_type == "siglip_vision_model":
+        check_exportable("mine", model_config, image_processor())
+    elif kind.prefix:
+        assert f"({kind.model_type}) has a class token" in refusal(model_config)
+    else:  # I-JEPA, AIMv2
+        reason = f"has no vision encoder of type {kind.model_type}. Train with SigLIP"
+        assert reason in refusal(model_config)
 
 
 def test_an_rms_norm_is_refused():

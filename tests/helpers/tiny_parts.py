@@ -34,7 +34,7 @@ FEATURES = {
     "clip_full": 4,
     "siglip": 4,
     "dinov2": 4,
-    "registers": 8,
+    "registers": 4,
     "vit": 4,
 }
 """Features of an image: 2 x 2 patches, and 4 registers."""

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vision encoders fit: a rule on their tokens, checked by running them on pictures.
+
+A class that transformers' AutoModel knows must take `pixel_values` of one size and give hidden
+states `(B, prefix + patches, d)`. The prefix is what does not come from pixels, such as a class
+token and registers. The patches follow it row by row.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_MAPPING,
+    CLIPVisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ..checkpoint.opening import Checkpoint
+
+
+_POOLING_HEADS = ("vision_use_head", "use_head")
+"""Names of the setting that gives an encoder a pooling head. It is not read."""
+
+_PART_NAMES = {r"^(model\.)?(vision_model|vision_tower)\.(vision_model\.)?": ""}
+"""Names of an encoder's tensors in a model of several parts, and their names in the encoder."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The tokens of an encoder's hidden states.
+
+    Attributes:
+        prefix: Number of tokens before the patches.
+        patches: Number of patches.
+        patch_size: Height and width of a patch in pixels.
+        encoder: The encoder's `model_type`.
+    """
+
+    prefix: int
+    patches: int
+    patch_size: int
+    encoder: str
+
+    def strategy(self, asked: str | None) -> str:
+        """Returns the select strategy that was asked for, or by default the one that fits.
+
+        Raises ValueError if it would drop a patch.
+        """
+        if asked == "default" and not self.prefix:
+            raise ValueError(
+                f"select_strategy 'default' drops the first token, but {self.encoder} has no class "
+                "token: a patch of the image would be lost. Use 'full'."
+            )
+        return asked or ("default" if self.prefix else "full")
+
+
+def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
+    """Reads the vision encoder's configuration.
+
+    Raises ValueError if it shows that the encoder does not fit. [`token_layout`] checks the rest.
+    """
+    config = getattr(vision.config, "vision_config", vision.config)
+    if config.model_type == "metaclip_2_vision_model":  # a CLIP that AutoModel does not know
+        settings = config.to_dict()
+        del settings["model_type"]
+        config = CLIPVisionConfig(**settings)
+    for setting in _POOLING_HEADS:
+        if hasattr(config, setting):
+            setattr(config, setting, False)
+    fault = _fault_of_class(config) or _fault_of_settings(config)
+    if fault:
+        raise ValueError(
+            f"{vision.name} cannot be the vision encoder: it is a {config.model_type!r} model, and "
+            f"{fault}. docs/train.md lists encoders that fit."
+        )
+    return config
+
+
+def _fault_of_class(config: PreTrainedConfig) -> str | None:
+    """Returns why the class of an encoder does not fit, or None."""
+    if type(config) not in MODEL_MAPPING:
+        return "transformers' AutoModel has no class for it"
+    model_class = MODEL_MAPPING[type(config)]
+    if model_class.main_input_name != "pixel_values":
+        return f"it reads {model_class.main_input_name}, not pixel_values"
+    needed = []
+    for name, parameter in inspect.signature(model_class.forward).parameters.items():
+        is_needed = parameter.default is parameter.empty
+        if is_needed and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            needed.append(name)
+    needed = [name for name in needed if name not in ("self", "pixel_values")]
+    if needed:
+        return f"it needs {', '.join(needed)} besides pixel_values: its images have no fixed grid"
+    return None
+
+
+def _fault_of_settings(config: PreTrainedConfig) -> str | None:
+    """Returns why the configuration of an encoder does not fit, or None."""
+    for setting in ("hidden_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, setting, None), int):
+            return (
+                f"its configuration has no {setting}: LLaVA needs layers whose hidden states have "
+                "one shape (B, prefix + patches, d)"
+            )
+    patch_size = getattr(config, "patch_size", None)
+    if _side(patch_size) is None:
+        return f"its patch_size is {patch_size!r}, not one whole number: its patches are no squares"
+    return None
+
+
+def _side(size: int | list[int] | tuple[int, ...] | None) -> int | None:
+    """Returns the side of a square that a configuration has as a number or twice, or None."""
+    if isinstance(size, list | tuple) and len(size) == 2 and size[0] == size[1]:
+        return size[0]
+    return size if isinstance(size, int) else None
+
+
+def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedModel:
+    """Loads the vision encoder in the dtype of its files, also out of a model of several parts."""
+    options = {}
+    if config is not vision.config:
+        options["key_mapping"] = _PART_NAMES
+    return vision.load(MODEL_MAPPING[type(config)], config=config, **options)
+
+
+def token_layout(
+    tower: PreTrainedModel, pixel_size: tuple[int, int], feature_layer: int | list[int], name: str
+) -> TokenLayout:
+    """Runs an encoder on two pictures, and returns which of its tokens are patches.
+
+    All pixels of the second picture differ from the first one's, and most of all in one patch. In
+    the embeddings, the last tokens must differ likewise, and the tokens before them, the prefix,
+    must not. Where features are selected, all patches must differ and be finite.
+
+    Args:
+        tower: The encoder.
+        pixel_size: Height and width of the images that its image processor makes.
+        feature_layer: The hidden states that are projected.
+        name: The encoder's name in errors.
+
+    Raises:
+        ValueError: If the encoder does not run on such images, or its hidden states are not a
+            prefix and then a patch for each cell of a grid.
+    """
+    height, width = pixel_size
+    patch_size = _side(tower.config.patch_size)
+    assert patch_size is not None
+    rows = height // patch_size
+    columns = width // patch_size
+    grid = f"Images of {height} x {width} pixels have {rows} x {columns} patches of {patch_size}"
+    fault = None if rows and columns else "its images are smaller than a patch"
+    if fault is None:
+        patches = rows * columns
+        marked_patch = patches // 2
+        pictures = _pictures(pixel_size, patch_size, marked_patch)
+        states, fault = _hidden_states(tower, pictures)
+        fault = fault or _fault_of_shapes(states, tower.config, patches)
+        fault = fault or _fault_of_order(states[0], patches, marked_patch)
+        fault = fault or _fault_of_features(states, feature_layer, patches)
+    if fault:
+        raise ValueError(
+            f"{name} cannot be the vision encoder ({tower.config.model_type}): {fault}. {grid}, "
+            "and LLaVA needs hidden states (B, prefix + patches, d). docs/train.md lists encoders "
+            "that fit."
+        )
+    prefix = states[0].shape[1] - patches
+    return TokenLayout(prefix, patches, patch_size, tower.config.model_type)
+
+
+def _pictures(pixel_size: tuple[int, int], patch_size: int, marked_patch: int) -> Tensor:
+    """Returns noise, and the same with other pixels, most of all in one patch: `(2, 3, H, W)`."""
+    height, width = pixel_size
+    generator = torch.Generator().manual_seed(0)
+    noise, change = torch.randn(2, 3, height, width, generator=generator)
+    row, column = divmod(marked_patch, width // patch_size)
+    top = row * patch_size
+    left = column * patch_size
+    strength = torch.full((height, width), 0.1)
+    strength[top : top + patch_size, left : left + patch_size] = 3.0
+    return torch.stack([noise, noise + strength * change])
+
+
+@torch.no_grad()
+def _hidden_states(
+    tower: PreTrainedModel, pictures: Tensor
+) -> tuple[tuple[Tensor, ...], str | None]:
+    """Returns an encoder's hidden states of pictures, and why it has none, or None."""
+    pixels = pictures.to(tower.device, tower.dtype)
+    try:
+        outputs = tower(pixels, output_hidden_states=True, return_dict=True)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
+        return (), f"it does not run on them: {type(error).__name__}: {error}"
+    except (TypeError, ValueError) as error:
+        return (), f"it does not run on them: {error}"
+    states = getattr(outputs, "hidden_states", None)
+    if not states:
+        return (), "it gives no hidden states"
+    return tuple(states), None
+
+
+def _fault_of_shapes(
+    states: tuple[Tensor, ...], config: PreTrainedConfig, patches: int
+) -> str | None:
+    """Returns why the shapes of hidden states of two pictures do not fit, or None."""
+    shapes = sorted({tuple(state.shape) for state in states})
+    [shape, *others] = shapes
+    if others:
+        return f"its hidden states have several shapes, {shapes}: tokens are merged on the way"
+    if len(states) != config.num_hidden_layers + 1:
+        return f"it gives {len(states)} hidden states with {config.num_hidden_layers} layers"
+    if len(shape) != 3:
+        return f"its hidden states are maps {shape}, of windows or convolutions"
+    if shape[0] != 2:
+        return f"its hidden states {shape} join the images of a batch"
+    if shape[2] != config.hidden_size:
+        return f"its hidden states {shape} do not have hidden_size {config.hidden_size}"
+    if shape[1] < patches:
+        return f"it gives {shape[1]} tokens for an image"
+    return None
+
+
+def _fault_of_order(embeddings: Tensor, patches: int, marked_patch: int) -> str | None:
+    """Returns why embeddings `(2, tokens, d)` are not a prefix and patches in order, or None."""
+    first, second = embeddings.float()
+    prefix = len(first) - patches
+    distances = (first - second).norm(dim=-1)
+    has_moved = (distances > 0).tolist()
+    if has_moved != [False] * prefix + [True] * patches:
+        return (
+            f"{sum(has_moved)} of its {len(first)} tokens follow the pixels, and these are not the "
+            "last ones, one for each patch"
+        )
+    patch_distances = distances[prefix:]
+    if patch_distances[marked_patch] < 2 * patch_distances.median() and patches > 1:
+        return (
+            f"other pixels in patch {marked_patch} do not change the token that should be this "
+            "patch more than others: its tokens are not in the order of a grid"
+        )
+    return None
+
+
+def _fault_of_features(
+    states: tuple[Tensor, ...], feature_layer: int | list[int], patches: int
+) -> str | None:
+    """Returns why the patches of the selected hidden states do not fit, or None."""
+    layers = [feature_layer] if isinstance(feature_layer, int) else feature_layer
+    for layer in layers:
+        first, second = states[layer][:, -patches:].float()
+        if not (first.isfinite().all() and second.isfinite().all()):
+            return f"hidden state {layer} is NaN or infinite, so weights are damaged"
+        if not (first != second).any(dim=-1).all():
+            return f"patches of hidden state {layer} stay the same when their pixels change"
+    return None
