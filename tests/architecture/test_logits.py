@@ -26,6 +26,10 @@ FAMILIES = {
     "granite": (transformers.GraniteConfig, dict(logits_scaling=6.0, embedding_multiplier=12.0)),
     "hyperclovax": (transformers.HyperCLOVAXConfig, dict(logits_scaling=3.0)),
     "minicpm3": (transformers.MiniCPM3Config, dict(dim_model_base=8, **LATENT)),
+    "recurrent_gemma": (
+        transformers.RecurrentGemmaConfig,
+        dict(logits_soft_cap=0.5, lru_width=32, block_types=["recurrent", "attention"]),
+    ),
     "nanochat": (transformers.NanoChatConfig, dict(final_logit_softcapping=0.5)),
 }
 

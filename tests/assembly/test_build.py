@@ -555,7 +555,7 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
         ("openai-gpt", {}, "'openai-gpt' model, not a causal .* with a cache"),
         # Falcon-H1 multiplies embeddings only where it looks them up itself, as LLaVA does for it.
         ("falcon_h1", mamba, "other logits than by itself"),
-        ("inkling_text", dict(n_routed_experts=8), "other logits than by itself"),
+        ("inkling_text", dict(n_routed_experts=8), "embeddings are more than a matrix"),
     ):
         language = parts.language(tmp_path / kind, cls=transformers.CONFIG_MAPPING[kind], **sizes)
         with pytest.raises(ValueError, match=message):
