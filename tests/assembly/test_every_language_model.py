@@ -1,21 +1,60 @@
 """Every causal language model of transformers: built and equal, or refused with the reason."""
 
+import re
 from pathlib import Path
 
+import paths
 import pytest
 import tiny_language_models
+import tiny_parts as parts
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.configuration_normalign_llava import embedding_scales
 
 
+pytestmark = pytest.mark.nightly
+PAGE = (paths.DOCS / "language_models.md").read_text(encoding="utf-8")
+
+
+def documented(section: str) -> dict[str, str]:
+    """Returns the first cell of the row of each model type in a section's table."""
+    lines = PAGE.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines()
+    cells_by_row = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {kind: cells[0] for cells in cells_by_row for kind in re.findall("`(.*?)`", cells[-1])}
+
+
+BUILT = documented("Built")
+REFUSED = documented("Refused")
 OTHER_WITH_CACHE = ("moshi",)
 """Models whose answers with a cache are others than without, also by themselves."""
 
 IMAGE = Image.linear_gradient("L").convert("RGB")
+
+
+def test_the_page_has_every_model_type_once():
+    """Fails on another version of transformers, and says which models it has more or fewer."""
+    named = [*BUILT, *REFUSED]
+    assert sorted(named) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert f"{len(BUILT)} of {len(named)} are built" in PAGE
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    return parts.vision(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_built_and_equal_or_refused_with_the_documented_reason(model_type, vision, tmp_path):
+    found, reason = outcome(model_type, vision, tmp_path)
+    if model_type in REFUSED:
+        pattern = re.escape(REFUSED[model_type]).replace(re.escape("..."), ".*")
+        assert found == "refused" and re.search(pattern, reason), reason
+    else:
+        assert found == "built" and model_type in BUILT, reason
 
 
 def outcome(model_type: str, vision: str, folder: Path) -> tuple[str, str]:

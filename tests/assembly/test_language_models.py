@@ -21,6 +21,8 @@ BY_CONFIGURATION = {
 
 @pytest.mark.parametrize("kind", BY_CONFIGURATION)
 def test_a_configuration_is_enough_to_refuse(tmp_path, kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=BY_CONFIGURATION[kind]):
         check_language_model(open_checkpoint(tmp_path))
@@ -36,6 +38,8 @@ BY_MODEL = {
 
 @pytest.mark.parametrize("kind", BY_MODEL)
 def test_what_a_loaded_model_is_refused_for_is_named(tmp_path, kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
     assert tiny_language_models.language(tmp_path / "language", kind) is None
     vision = parts.vision(tmp_path / "vision")
     with pytest.raises(ValueError, match=BY_MODEL[kind]):
