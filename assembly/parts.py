@@ -74,7 +74,8 @@ def check_language_model(language: Checkpoint) -> None:
             f"{language.name} is a {config.model_type!r} model. Its cache is of a kind of its own, "
             "and LLaVA generates with transformers' DynamicCache. Use another."
         )
-    if getattr(config, "hidden_size_per_layer_input", 0):
+    # The first is of Gemma 3n and 4, the second of Qwen4-Exp.
+    if getattr(config, "hidden_size_per_layer_input", 0) or getattr(config, "ple_layer_ids", None):
         raise ValueError(
             f"{language.name} is a {config.model_type!r} model. Its layers read a second embedding "
             "of each token, and a visual token has none. Use another."

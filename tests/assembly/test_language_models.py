@@ -13,17 +13,21 @@ from normalign_llava.checkpoint.opening import open_checkpoint
 BY_CONFIGURATION = {
     "minimax": "cache is of a kind of its own",
     "gemma4_text": "read a second embedding of each token, and a visual token has none",
+    "qwen4_exp_text": "read a second embedding of each token",
     "trocr": "'trocr' model, not a causal language model with a cache",  # AutoModel has no class
     "gemma3": "with a cache. Save its 'gemma3_text' model by itself, and use that",
     "musicgen": "'musicgen' model, not a causal language model with a cache",  # has two texts
 }
 
 
+FIELDS = {"qwen4_exp_text": dict(ple_layer_ids=[1], eos_token_id=2)}  # without them, it is built
+
+
 @pytest.mark.parametrize("kind", BY_CONFIGURATION)
 def test_a_configuration_is_enough_to_refuse(tmp_path, kind):
     if kind not in CONFIG_MAPPING:
         pytest.skip("this transformers does not have it")
-    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    CONFIG_MAPPING[kind](**FIELDS.get(kind, {})).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=BY_CONFIGURATION[kind]):
         check_language_model(open_checkpoint(tmp_path))
 
