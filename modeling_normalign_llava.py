@@ -529,7 +529,7 @@ class NormAlignLlavaForConditionalGeneration(
 def _scaled_logits(logits: Tensor, text_config: PreTrainedConfig) -> Tensor:
     """Returns logits `(..., V)` as the language model's own class scales them.
 
-    Cohere multiplies them, Granite divides them, and Gemma 2 caps them.
+    Cohere multiplies them, Granite divides them, and Gemma 2 and RecurrentGemma cap them.
     """
     scale = getattr(text_config, "logit_scale", None)
     if not scale:
@@ -539,6 +539,8 @@ def _scaled_logits(logits: Tensor, text_config: PreTrainedConfig) -> Tensor:
     if scale != 1.0:
         logits = logits * scale
     softcap = getattr(text_config, "final_logit_softcapping", None)
+    if softcap is None:
+        softcap = getattr(text_config, "logits_soft_cap", None)  # RecurrentGemma's name of it
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return logits

@@ -20,6 +20,7 @@ from transformers import (
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.prompts import answer_ends, default_template
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..devices import device_error, first_cause
 from ..modeling_normalign_llava import (
     NormAlignLlavaForConditionalGeneration,
     NormAlignLlavaMultiModalProjector,
@@ -38,15 +39,31 @@ def check_language_model(language: Checkpoint) -> None:
     Warns if the gain would have no effect.
     """
     config = language.config
+    part_config = config.get_text_config(decoder=True)
     has_cache = False
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config:
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_MAPPING
+    if is_known and part_config is config:
         parameters = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters
         # The second name is of transformers before 5.24.
         has_cache = "cache" in parameters or "past_key_values" in parameters
     if not has_cache:
+        remedy = ""
+        if type(part_config) in MODEL_FOR_CAUSAL_LM_MAPPING and part_config is not config:
+            remedy = f" Save its {part_config.model_type!r} model by itself, and use that."
         raise ValueError(
             f"{language.name} is a {config.model_type!r} model, not a causal language model with a "
-            "cache."
+            f"cache.{remedy}"
+        )
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_default_dynamic_cache():
+        raise ValueError(
+            f"{language.name} is a {config.model_type!r} model. Its cache is of a kind of its own, "
+            "and LLaVA generates with transformers' DynamicCache. Use another."
+        )
+    # The first is of Gemma 3n and 4, the second of Qwen4-Exp.
+    if getattr(config, "hidden_size_per_layer_input", 0) or getattr(config, "ple_layer_ids", None):
+        raise ValueError(
+            f"{language.name} is a {config.model_type!r} model. Its layers read a second embedding "
+            "of each token, and a visual token has none. Use another."
         )
     if config.model_type in ("bloom", "nanochat"):
         logger.warning(f"{language.name} normalises its input embeddings: the gain has no effect.")
@@ -86,14 +103,24 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
     model = language.load(AutoModelForCausalLM, dtype)
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
-    has_plain_head = head is not None and getattr(head, "bias", None) is None
-    is_as_wide = embeddings.embedding_dim == model.config.hidden_size
-    is_known = type(model.base_model) is MODEL_MAPPING[type(model.config)]
-    if not (has_plain_head and is_as_wide and is_known):
-        raise ValueError(
-            f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as "
-            "wide as its hidden states, or AutoModel does not know its base model. Use another."
-        )
+    reasons = []
+    if head is None:
+        reasons.append("it has no head")
+    elif getattr(head, "bias", None) is not None:
+        reasons.append("its head has a bias")
+    elif [name for name, _ in head.named_parameters()] != ["weight"]:
+        reasons.append("its head is more than a matrix")
+    hidden_size = getattr(model.config, "hidden_size", None)
+    if hidden_size is None:
+        reasons.append("its configuration has no hidden_size")
+    elif embeddings.embedding_dim != hidden_size:
+        reasons.append("its embeddings are not as wide as its hidden states")
+    if [name for name, _ in embeddings.named_parameters()] != ["weight"]:
+        reasons.append("its embeddings are more than a matrix")
+    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
+        reasons.append("AutoModel does not know its base model")
+    if reasons:
+        raise ValueError(f"LLaVA cannot hold {language.name}: {', '.join(reasons)}. Use another.")
     # Otherwise resizing would tie two tensors that the file has apart.
     model.config.tie_word_embeddings = head.weight is embeddings.weight
     return model
@@ -168,11 +195,26 @@ def assemble(
     model.model.multi_modal_projector = projector
     model.generation_config = language.generation_config
     tolerance = 1e-2 * logits.abs().max().item()
-    if not torch.allclose(logits_of_fixed_text(model), logits, rtol=1e-2, atol=tolerance):
+    if not torch.allclose(_logits_inside(model), logits, rtol=1e-2, atol=tolerance):
         raise ValueError(
             "Inside LLaVA, the language model computes other logits than by itself. Use another."
         )
     return model
+
+
+def _logits_inside(model: NormAlignLlavaForConditionalGeneration) -> Tensor:
+    """Returns the [`logits_of_fixed_text`] of the whole model. Raises ValueError if it fails."""
+    try:
+        return logits_of_fixed_text(model)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if device_error(error):  # such as full memory
+            raise
+        message, _ = first_cause(error)
+        reason = message.strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            "Inside LLaVA, the language model gets embeddings in place of token ids, and fails: "
+            f"{type(error).__name__}: {reason}. Use another."
+        ) from error
 
 
 @torch.no_grad()

@@ -33,6 +33,10 @@ FAMILIES = {
     "granite": (transformers.GraniteConfig, GRANITE),
     "hyperclovax": (transformers.HyperCLOVAXConfig, {"logits_scaling": 3.0}),
     "minicpm3": (transformers.MiniCPM3Config, {"dim_model_base": 8, **LATENT_ATTENTION}),
+    "recurrent_gemma": (
+        transformers.RecurrentGemmaConfig,
+        {"logits_soft_cap": 0.5, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    ),
     "nanochat": (transformers.NanoChatConfig, {"final_logit_softcapping": 0.5}),
 }
 """The configuration's class and options for it."""

@@ -894,7 +894,7 @@ def test_hidden_states_that_do_not_exist_are_refused(layer):
         (
             "inkling_text",
             {"n_routed_experts": 8},
-            "other logits than by itself",
+            "embeddings are more than a matrix",
         ),
     ],
     ids=["opt", "phi", "bart", "openai-gpt", "falcon_h1", "inkling_text"],
