@@ -245,7 +245,7 @@ def test_a_question_without_options_is_asked_as_the_function_would(stopped_at):
 
 def test_the_gain_is_measured_at_the_commit_that_was_found(stopped_at, monkeypatch):
     module = import_module("normalign_llava.checkpoint.files")
-    monkeypatch.setattr(module, "find_model", lambda model, revision: (model, f"of {revision}"))
+    monkeypatch.setattr(module, "require_model", lambda model, revision: (model, f"of {revision}"))
     got = stopped_at("assembly.gain.embedding_statistics")
     assert invoke("gain some/model --revision trial --top 3").stderr == "Error: so far\n"
     assert got == {"model": "some/model", "top": 3, "revision": "of trial"}
@@ -423,7 +423,7 @@ LONG_ROW = "it is shown " * 9
 @pytest.mark.parametrize("model", ["", "--model m"])
 def test_faults_of_data_are_in_the_status_if_training_would_stop(returning, faults, stops, model):
     told = {"table": lambda source: f"table of {source}", "rendered": lambda terminal: LONG_ROW}
-    check = SimpleNamespace(**told, faults=faults, stops=stops, examples=[1] if model else [])
+    check = SimpleNamespace(**told, faults=faults, would_stop=stops, examples=[1] if model else [])
     returning("train.data_check.check_data", check)
     result = invoke(f"data d {model}", columns=80)
     assert result.exit_code == int(bool(faults) and stops)

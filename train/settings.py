@@ -120,7 +120,7 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     for option, default in (stage_defaults(given) | machine_defaults(given)).items():
         if values[option] is None:
             values[option] = default
-    if given.early_stopping_patience is not None:  # a resumed run counts on
+    if given.early_stopping_patience is not None:  # a resumed run keeps its count
         values["restore_callback_states_from_checkpoint"] = True
     precision = choose_precision(given, values["use_cpu"])
     values.update(

@@ -49,9 +49,8 @@ def render_card(
         ValueError: A record in the folder, or the author's part of a card, is not valid.
     """
     remedy = "Fix or remove training.json, build.json, or what is in diagnostics/ and evaluation/."
-    with refuse_unreadable(
-        f"What {checkpoint} records of itself", remedy=remedy
-    ):  # fields of any type
+    # A record may have fields of any type, so reading them may raise any error.
+    with refuse_unreadable(f"What {checkpoint} records of itself", remedy=remedy):
         facts = Facts(checkpoint)
         if not with_gguf:
             facts.gguf = {}
@@ -84,7 +83,7 @@ def render_card(
             link=link,
             part_link=part_link,
         )
-        ModelCard(card_text)  # the Hub's own reading of it
+        ModelCard(card_text)  # raises ValueError if the Hub's client cannot read the front matter
     return Card(card_text, _warnings(facts, base, matter, edits.unused))
 
 

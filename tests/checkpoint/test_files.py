@@ -256,10 +256,10 @@ def test_commands_are_told_who_writes_to_the_folder_of_theirs(prepared, tmp_path
 CLIENT = """
 import json, sys
 from huggingface_hub import hf_hub_download
-from normalign_llava.checkpoint.files import find_model
+from normalign_llava.checkpoint.files import require_model
 for name, revision in json.load(sys.stdin):
     try:
-        said, _ = find_model(name, revision)
+        said, _ = require_model(name, revision)
         hf_hub_download(name, "config.json")
     except ValueError as error:
         said = str(error)
@@ -302,14 +302,14 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
 def test_a_name_in_the_home_folder_is_a_folder_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert files.find_model("~/model") == (str(tmp_path / "model"), None)
+    assert files.require_model("~/model") == (str(tmp_path / "model"), None)
 
 
 def test_a_folder_whose_name_is_a_hub_id_too_is_the_one_that_is_here(tmp_path, monkeypatch):
     (tmp_path / "user" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert files.is_hub_id("user/model")
-    assert files.find_model("user/model") == ("user/model", None)
+    assert files.require_model("user/model") == ("user/model", None)
 
 
 def written(folder, **contents):
@@ -330,13 +330,13 @@ def test_folders_are_told_by_the_files_in_them(tmp_path):
     both = written(tmp_path / "c", **CONFIG, **ADAPTER)
     neither = written(tmp_path / "d")
     for folder in (model, both):
-        assert files.find_checkpoint(folder) == (str(folder), None)
+        assert files.require_checkpoint(folder) == (str(folder), None)
     with pytest.raises(ValueError, match=f"normalign merge {adapter} --output"):
-        files.find_checkpoint(adapter)
+        files.require_checkpoint(adapter)
     with pytest.raises(ValueError, match="d has no config.json.* Look again"):
-        files.find_checkpoint(neither, remedy="Look again.")
+        files.require_checkpoint(neither, remedy="Look again.")
     with pytest.raises(ValueError, match=r"none does not exist here\. Look again"):
-        files.find_checkpoint(tmp_path / "none", remedy="Look again.")
+        files.require_checkpoint(tmp_path / "none", remedy="Look again.")
     for folder in (model, adapter, both):
         files.check_folder(folder)
     with pytest.raises(ValueError, match="d has no config.json.*adapter_config.json"):
@@ -357,7 +357,7 @@ def test_checkpoints_of_a_run_are_named_in_order(tmp_path):
     written(tmp_path / "checkpoint-2")
     expected = ", ".join(f"checkpoint-{step}" for step in (1, 3, 4, 5, 6, 7, 8))
     with pytest.raises(ValueError, match=f"It has {expected}: name one"):
-        files.find_checkpoint(tmp_path)
+        files.require_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", "../b", "a/b c", "a/-b", ""])

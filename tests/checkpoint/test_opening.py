@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import INDEX, find_checkpoint
+from normalign_llava.checkpoint.files import INDEX, require_checkpoint
 from normalign_llava.checkpoint.opening import (
     Checkpoint,
     check_processor,
@@ -186,8 +186,8 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
     for commit in (OLD, NEW):
         cached("model", "user/lm", commit, json.dumps({"of": commit}), "config.json")
     assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
-    assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
-    assert find_checkpoint("user/lm") == ("user/lm", NEW)
+    assert require_checkpoint("user/lm", OLD) == ("user/lm", OLD)
+    assert require_checkpoint("user/lm") == ("user/lm", NEW)
     for commit in (OLD, NEW):
         cached("model", "user/lm", commit, "{}", INDEX)
     assert [folder.name for folder in fetch_index_folder("user/lm", OLD)] == [OLD]

@@ -172,7 +172,7 @@ def test_answers_end_with_the_model_s_positions(asked):
             assert answers(model, processor, [turns], 6) == ["AA"]
             assert answers(model, processor, [turns], 1) == ["A"]
             stream = AnswerStream(model, processor, inputs, 6)
-            assert "".join(stream) == "AA" and stream.ids.shape[1] == length + 2
+            assert "".join(stream) == "AA" and stream.token_ids.shape[1] == length + 2
     finally:
         positions.max_position_embeddings = 256
 
@@ -195,7 +195,7 @@ def test_special_tokens_and_spaces_at_its_ends_are_no_part_of_an_answer(asked):
             assert answers(model, processor, [turns], 3) == [""]
     with saying(model, processor, "<|im_start|>"):
         stream = AnswerStream(model, processor, model_inputs(processor, [turns]), 3)
-        assert list(stream) == [] and stream.ids[0, -3:].unique().numel() == 1
+        assert list(stream) == [] and stream.token_ids[0, -3:].unique().numel() == 1
 
 
 def test_an_answer_in_a_batch_is_greedy_whatever_the_model_s_own_settings_are(asked):
@@ -221,8 +221,8 @@ def test_answers_in_a_batch_and_as_a_stream_are_those_of_generate(asked, checkpo
     turns = [[user_turn(text, [IMAGE])] for text in (QUESTION, "a or b, or c?")]
     assert answers(model, processor, turns, 8) == [text.strip() for text in expected]
     stream = AnswerStream(model, processor, model_inputs(processor, turns[:1]), 8)
-    assert stream.ids is None
-    assert "".join(stream) == expected[0] and stream.ids.shape[0] == 1
+    assert stream.token_ids is None
+    assert "".join(stream) == expected[0] and stream.token_ids.shape[0] == 1
 
 
 def test_a_stream_that_is_closed_stops_and_one_that_fails_says_why(asked):

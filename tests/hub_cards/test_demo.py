@@ -325,7 +325,7 @@ def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
     opening = import_module("normalign_llava.checkpoint.opening")
     opened = opening.open_checkpoint(str(checkpoint))
     asked = []
-    monkeypatch.setattr(demo, "find_checkpoint", lambda name: (f"{name}, found", COMMIT))
+    monkeypatch.setattr(demo, "require_checkpoint", lambda name: (f"{name}, found", COMMIT))
     monkeypatch.setattr(opening, "open_checkpoint", lambda *args: asked.append(args) or opened)
     run_demo("user/m")
     assert asked == [("user/m, found", COMMIT)] and "`user/m`" in served[0][0].source

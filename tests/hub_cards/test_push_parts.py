@@ -244,7 +244,7 @@ def test_an_adapter_is_pinned_to_the_commit_of_a_base_that_is_as_in_training(
     folder, tmp_path, monkeypatch
 ):
     """A folder stands for the base on the Hub."""
-    monkeypatch.setattr(checks, "find_checkpoint", lambda name, revision, remedy: (folder, None))
+    monkeypatch.setattr(checks, "require_checkpoint", lambda name, revision, remedy: (folder, None))
     saved = adapter(tmp_path / "a", base_model_name_or_path="lab/base", revision="trial")
     expected = Part("base model", folder, folder, None)
     assert require_pinned_base(saved, None, ask_hub=True) == expected

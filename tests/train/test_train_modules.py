@@ -49,7 +49,11 @@ from normalign_llava.train.modules.model import (
     trained_parameters,
 )
 from normalign_llava.train.modules.precision import evaluating, train_in_float32
-from normalign_llava.train.modules.sharding import fill_gradients, load_sharded, prepare_sharding
+from normalign_llava.train.modules.sharding import (
+    fill_missing_gradients,
+    load_sharded,
+    prepare_sharding,
+)
 from normalign_llava.train.modules.sizes import (
     memory_shares,
     optimizer_bytes,
@@ -369,11 +373,11 @@ def test_parameters_without_a_gradient_get_zeros_in_a_step_that_has_some():
     unused = nn.Parameter(torch.ones(2))
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer = torch.optim.AdamW([{"params": [used, frozen]}, {"params": [unused]}])
-    fill_gradients(optimizer, (), {})  # a step without any
+    fill_missing_gradients(optimizer, (), {})  # a step without any
     assert used.grad is None
     assert unused.grad is None
     used.grad = torch.full((2,), 3.0)
-    fill_gradients(optimizer, (), {})
+    fill_missing_gradients(optimizer, (), {})
     assert used.grad.tolist() == [3.0, 3.0]
     assert unused.grad.tolist() == [0.0, 0.0]
     assert frozen.grad is None
