@@ -356,6 +356,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
 
     @classmethod
     def _check_complete(cls, path, missing_keys: Iterable[str]) -> None:
+        """Raises ValueError if tensors are missing, other than the norm's."""
         missing = sorted(key for key in missing_keys if not _is_of_norm(key))
         if missing:
             raise ValueError(

@@ -65,9 +65,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
+        """The configuration, in the class that transformers has for it. Raises as `read_config`."""
         return self.read_config(AutoConfig)
 
     def read_config(self, cls: Any) -> Any:
+        """Reads the configuration as the class `cls`. Raises ValueError if it cannot be read."""
         with refuse_unreadable(f"The configuration of {self.name}"):
             return cls.from_pretrained(self.name, **self._read_at)
 
@@ -77,7 +79,10 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> LlavaProcessor:
-        """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date."""
+        """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date.
+
+        Raises ValueError if it does not fit the model, and as [`preprocessor`] does.
+        """
         processor = self.preprocessor(AutoProcessor)
         with refuse_unreadable(f"The processor of {self.name}"):
             if self.stored:
@@ -95,7 +100,13 @@ class Checkpoint:
             raise ValueError(f"The image token of {self.name} is {both_tokens}. {_SAVE}.")
 
     def preprocessor(self, cls: Any) -> Any:
-        """Loads a tokenizer, an image processor or a processor, as the class `cls` says."""
+        """Loads a tokenizer, an image processor or a processor, as the class `cls` says.
+
+        Raises:
+            ValueError: It is damaged, or the checkpoint has only a tokenizer.
+            OSError: It does not exist, or cannot be fetched.
+            ImportError: It needs a package that is not installed.
+        """
         kinds_by_class = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
         kind = kinds_by_class.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."

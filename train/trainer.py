@@ -365,7 +365,10 @@ class NormAlignTrainer(SFTTrainer):
         return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Returns a data loader of rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes.
+
+        Raises ValueError or TypeError if rows were set that cannot be trained on.
+        """
         self._check_new_train_rows()
         return super().get_train_dataloader()
 
@@ -377,12 +380,15 @@ class NormAlignTrainer(SFTTrainer):
         if isinstance(eval_dataset, str):
             rows = rows[eval_dataset]
         is_ours = isinstance(self.data_collator, ConversationCollator)
-        if is_ours and isinstance(rows, Rows) and not is_prepared(rows):  # set since
+        if is_ours and isinstance(rows, Rows) and not is_prepared(rows):  # set by a user
             return self.get_test_dataloader(rows)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Rows) -> DataLoader:
-        """Returns a data loader of rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes.
+
+        Raises ValueError or TypeError if the rows cannot be used.
+        """
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
@@ -430,7 +436,7 @@ class NormAlignTrainer(SFTTrainer):
             check_disk(output, self.facts["disk"]["total"])
         self._best = None
         self._will_show_batch = settings.show_first_batch
-        self._began = time.perf_counter() - self.record["seconds"]  # with those before it resumed
+        self._began = time.perf_counter() - self.record["seconds"]  # as if it had not stopped
         with only_run(output):
             if is_new and isinstance(self.data_collator, ConversationCollator):
                 # The count of rows with bad images begins at 0, in all processes at once.
@@ -485,7 +491,7 @@ class NormAlignTrainer(SFTTrainer):
         if self.model.training:
             eval_frozen(base_model(self.model))
             if self.label_smoother is not None and num_items_in_batch is not None:
-                # The label smoother divides by it, and a step may have no labels.
+                # The label smoother divides by this number, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
@@ -526,7 +532,7 @@ class NormAlignTrainer(SFTTrainer):
         output.metrics[loss_name] = float("nan")
         if with_labels:
             output.metrics[loss_name] = losses / with_labels
-        # TRL has zeros for a batch without labels.
+        # For a batch without labels TRL has kept zeros. They are left out of the averages.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
         pairs_with_labels = [pair for pair in pairs if pair != (0.0, 0.0)]
@@ -552,7 +558,7 @@ class NormAlignTrainer(SFTTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         self.measurements.after_clip(grad_norm)  # no callback gets the norm before clipping
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if not self.finite.is_step_finite(self.model, grad_norm, self.accelerator.scaler):
+        if not self.finite.may_take_step(self.model, grad_norm, self.accelerator.scaler):
             model.zero_grad()  # the optimizer skips parameters without a gradient
         return grad_norm
 
@@ -723,7 +729,7 @@ class NormAlignTrainer(SFTTrainer):
         else:
             super()._load_best_model()
         folder = Path(self.state.best_model_checkpoint)
-        if not folder.exists():  # the Trainer warns of it
+        if not folder.exists():  # the Trainer has warned that it is missing
             return
         step = int(folder.name.rpartition("-")[2])
         last_step = self.state.global_step

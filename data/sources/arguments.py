@@ -121,7 +121,10 @@ def _checked_columns(columns: Any) -> Any:
 
 @dataclass
 class DataArguments:
-    """Options of the data. `dataset_name` and others are named as in TRL's `ScriptArguments`."""
+    """Options of the data. `dataset_name` and others are named as in TRL's `ScriptArguments`.
+
+    Raises ValueError if a value is not allowed, or if options contradict each other.
+    """
 
     dataset_name: str | None = option(
         None, f"Hub id, folder or file ({', '.join(FILES)}) to train on. DATA:SPLIT names a split."

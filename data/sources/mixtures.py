@@ -285,7 +285,10 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
 
 
 class ShortRows:
-    """Says which prepared rows of a stream are not too long, and records the others."""
+    """Says which prepared rows of a stream are not too long, and records the others.
+
+    Calling it raises ValueError after more than `MANY_ROWS` long rows without another between them.
+    """
 
     def __init__(self, name: str, checks: Checks):
         self._name = name

@@ -317,7 +317,7 @@ def test_of_an_adapter_the_norm_is_measured_and_its_settings_are_those_of_traini
     save_file({name: torch.tensor([-0.5, 0.25])}, adapter / ADAPTER_WEIGHTS)
     facts = Facts(adapter)
     assert facts.gain == {"start": None, "mean_abs": 0.375, "bias_mean_abs": None}
-    assert facts.moved is facts.config is None
+    assert facts.norm_moved is facts.config is None
     assert facts.setting("text_embedding_norm") == 3.2  # beside what was changed
     assert facts.setting("projector_norm") == "layer_norm"
 
@@ -328,7 +328,7 @@ def test_a_norm_without_a_bias_is_as_it_was_built(folder):
     stored.store(folder, weights)
     made.edit(folder / "config.json", projector_norm="rms_norm")
     facts = Facts(folder)
-    assert facts.moved is False and facts.gain["bias_mean_abs"] is None
+    assert facts.norm_moved is False and facts.gain["bias_mean_abs"] is None
     assert facts.gain["mean_abs"] == pytest.approx(facts.gain["start"])
 
 
@@ -340,7 +340,7 @@ def test_what_records_do_not_say_is_empty(full, monkeypatch):
     made.edit(full / "diagnostics" / "report.json", **report)
     monkeypatch.chdir(full)
     facts = Facts(Path("."))
-    assert facts.name == full.name and facts.data == [] and not facts.stale
+    assert facts.name == full.name and facts.data == [] and not facts.report_is_stale
     assert facts.stages == [{"stage": "align", "versions": {}, "options": {}}]
     assert [part.licence for part in facts.parts] == [{}, {}]
     assert facts.started_from is None and facts.setting("projector_norm") == "layer_norm"

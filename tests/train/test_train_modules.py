@@ -808,7 +808,7 @@ def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(float1
     settled = settle_float16(model, CPU, tiny.inputs())
     assert settled.bf16 is False
     assert settled.fp16 is False
-    assert settled.is_tried is False
+    assert settled.fp16_needs_check is False
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
     assert model.packed.compute_dtype == torch.float32
     assert model.frozen.weight.dtype == torch.float32

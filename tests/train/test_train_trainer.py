@@ -639,7 +639,7 @@ def test_a_hidden_state_beyond_float16_is_infinite(half, tmp_path):
 @pytest.fixture
 def float16_is_tried(monkeypatch):
     """As on a GPU without bfloat16."""
-    precision = Precision(bf16=False, fp16=True, is_tried=True)
+    precision = Precision(bf16=False, fp16=True, fp16_needs_check=True)
     monkeypatch.setattr(run_settings, "choose_precision", lambda given, use_cpu: precision)
 
 
