@@ -142,9 +142,9 @@ def gain(
     """Measure N_text and the gain of a model. Without --critical only embeddings are fetched."""
     with exit_on_error():
         from .assembly.gain import embedding_statistics
-        from .checkpoint.files import find_model
+        from .checkpoint.files import require_model
 
-        _, revision = find_model(model, revision)
+        _, revision = require_model(model, revision)
         tables = embedding_statistics(model, top=top, revision=revision).tables()
         if critical:
             from .diagnose.critical import measure_model_updates
@@ -227,7 +227,7 @@ def data(
         console.print(check.rendered(console.is_terminal), soft_wrap=True)
     if check.faults:
         Console(stderr=True).print("", *check.faults, sep="\n", soft_wrap=True)
-        raise Exit(int(check.stops))
+        raise Exit(int(check.would_stop))
 
 
 @app.command()

@@ -70,6 +70,8 @@ class _CompensatedLayerNorm(torch.autograd.Function):
 
 
 class _CompensatedRMSNorm(torch.autograd.Function):
+    # The forward is torch's. Only the backward is compensated, and only its gradient at x.
+    # The gradient at the gain does not depend on the gain.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain):
         dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -108,8 +110,8 @@ class _CompensatedNorm(nn.Module):
         self.gain_floor = gain_floor
         self.compensate = compensate
 
-    def compensates(self, x: Tensor) -> bool:
-        """Whether the gradient at `x` will be divided: it has one, and this is training."""
+    def compensates_gradient(self, x: Tensor) -> bool:
+        """Whether backward will divide the gradient at `x`: there is one, and this is training."""
         is_training = self.training or self.model_trains
         has_gradient = x.requires_grad and torch.is_grad_enabled()
         return self.compensate and is_training and has_gradient
@@ -140,7 +142,7 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         gain = self.weight
         bias = self.bias
-        if self.compensates(x):
+        if self.compensates_gradient(x):
             outputs = _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, gain, bias)
         else:
             dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -155,7 +157,7 @@ class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         gain = self.weight
-        if self.compensates(x):
+        if self.compensates_gradient(x):
             outputs = _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, gain)
         else:
             dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -361,6 +363,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
 
     @classmethod
     def _check_complete(cls, path, missing_keys: Iterable[str]) -> None:
+        """Raises ValueError if tensors are missing, other than the norm's."""
         missing = sorted(key for key in missing_keys if not _is_of_norm(key))
         if missing:
             raise ValueError(

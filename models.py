@@ -69,7 +69,7 @@ class ModelHandle:
         """Loads the weights, in eval mode, on a GPU if there is one.
 
         Args:
-            dtype, load_in_4bit: See [`precision`]. They have no effect on an adapter.
+            dtype, load_in_4bit: See [`fetch_precision`]. They have no effect on an adapter.
 
         Raises:
             ValueError: The files are damaged or lack tensors, or no dtype has this name.
@@ -77,7 +77,7 @@ class ModelHandle:
         """
         if self.adapter:
             return self.adapter.load().get_base_model()
-        dtype, quantization = self.precision(dtype, load_in_4bit)
+        dtype, quantization = self.fetch_precision(dtype, load_in_4bit)
         model = self.checkpoint.load(
             self.model_class,
             dtype,
@@ -87,7 +87,7 @@ class ModelHandle:
         )
         return model.eval()
 
-    def precision(
+    def fetch_precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
     ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
         """Returns the dtype and quantization that `load` uses for a model that is not an adapter.
@@ -97,6 +97,11 @@ class ModelHandle:
         Args:
             dtype: A dtype or its name, or "auto" for the checkpoint's own.
             load_in_4bit: Quantize the decoder's layers, see [`four_bits`].
+
+        Raises:
+            ValueError: No dtype has this name, or the files cannot be read.
+            OSError: The weights cannot be fetched.
+            ImportError: `load_in_4bit` is set, but bitsandbytes is not installed.
         """
         dtype = torch_dtype(dtype)
         if not load_in_4bit:

@@ -177,7 +177,7 @@ def open_adapter(
     """
     peft_config = read_peft_config(adapter)
     record = _read_training_record(adapter)
-    quantization = _require_quantization(adapter, record, base_quantization)
+    quantization = _require_known_quantization(adapter, record, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     opened = _open_base(adapter, peft_config, base)
@@ -307,19 +307,28 @@ def _read_training_record(adapter: Path) -> dict[str, Any]:
     return json_object(record_path.read_bytes(), str(record_path))
 
 
-def _require_quantization(
+def _require_known_quantization(
     adapter: Path, record: dict[str, Any], base_quantization: str | None
 ) -> dict[str, Any] | None:
-    """Returns bitsandbytes' settings for the base in training. `base_quantization` is one's name.
+    """Returns bitsandbytes' settings for the base in training, None if it was not quantized.
 
-    Raises ValueError if neither it nor the record says how the base was quantized.
+    Args:
+        adapter: The adapter's folder.
+        record: The record of its training. It is empty if there is none.
+        base_quantization: A name in `BASE_QUANTIZATIONS`. It takes precedence over the record.
+
+    Raises:
+        ValueError: No quantization has this name, or neither the name nor the record says how the
+            base was quantized.
     """
-    if base_quantization in BASE_QUANTIZATIONS:
+    remedy = f"Give --base-quantization {'|'.join(BASE_QUANTIZATIONS)}."
+    if base_quantization:
+        if base_quantization not in BASE_QUANTIZATIONS:
+            raise ValueError(f"The base quantization {base_quantization!r} is not known. {remedy}")
         return BASE_QUANTIZATIONS[base_quantization]
-    if base_quantization or "quantization" not in record:
+    if "quantization" not in record:
         raise ValueError(
-            f"How the base of {adapter} was quantized in training is not known. Give "
-            f"--base-quantization {'|'.join(BASE_QUANTIZATIONS)}."
+            f"How the base of {adapter} was quantized in training is not known. {remedy}"
         )
     return record["quantization"]
 

@@ -39,12 +39,12 @@ LOCK = ".normalign.lock"
 _locked_folders: set[Path] = set()  # by this process
 
 
-def find_model(
+def require_model(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
     """Finds a model, and the commit to read all its files at, since a branch may move meanwhile.
 
-    The Hub is asked once, and only about a valid Hub id.
+    The Hub is asked once, and only about a valid Hub id that is not a path here.
 
     Args:
         model: A path or Hub id.
@@ -76,38 +76,42 @@ def find_model(
     return name, resolved.resolved
 
 
-def find_checkpoint(
+def require_checkpoint(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """Finds a model as [`find_model`] does, and refuses a folder that does not hold one.
+    """Finds a model as [`require_model`] does, and refuses a folder that does not hold one.
+
+    What a repository of the Hub holds is not checked.
 
     Raises:
         ValueError: The model does not exist, or the folder holds an adapter or no `config.json`.
     """
-    source, commit = find_model(model, revision, remedy=remedy)
-    folder = Path(source)
+    path_or_id, commit = require_model(model, revision, remedy=remedy)
+    folder = Path(path_or_id)
+    if not folder.exists():  # a Hub id
+        return path_or_id, commit
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
         raise ValueError(
             f"{model} is an adapter. Merge it first: `normalign merge {model} --output DIR`."
         )
-    if folder.exists():
-        _check_holds(folder, "config.json", f"It is not a model of transformers. {remedy}")
-    return source, commit
+    _require_file(folder, "config.json", f"It is not a model of transformers. {remedy}")
+    return path_or_id, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds a checkpoint or an adapter."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
-        _check_holds(folder, "config.json", f"It has no {ADAPTER_CONFIG} either.")
+        _require_file(folder, "config.json", f"It has no {ADAPTER_CONFIG} either.")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
     for file_name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        _check_holds(adapter, file_name, "Give a folder that training with use_peft wrote.")
+        _require_file(adapter, file_name, "Give a folder that training with use_peft wrote.")
 
 
-def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
+def _require_file(folder: str | os.PathLike, name: str, remedy: str) -> None:
+    """Raises ValueError unless the folder exists and has the file. Names those inside that do."""
     folder = Path(folder)
     if not folder.exists():
         raise ValueError(f"{folder} does not exist here. Check the path.")

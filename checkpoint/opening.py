@@ -31,7 +31,7 @@ from transformers.utils import logging
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..extras import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .files import CARD, find_checkpoint, json_or_none
+from .files import CARD, json_or_none, require_checkpoint
 from .prompts import fix_date, stop_as_trained
 from .untrusted import AGAIN, check_files, fetch_checked_weights, fetch_files, refuse_unreadable
 
@@ -65,9 +65,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
+        """The configuration, in the class that transformers has for it. Raises as `read_config`."""
         return self.read_config(AutoConfig)
 
     def read_config(self, cls: Any) -> Any:
+        """Reads the configuration as the class `cls`. Raises ValueError if it cannot be read."""
         with refuse_unreadable(f"The configuration of {self.name}"):
             return cls.from_pretrained(self.name, **self._read_at)
 
@@ -77,7 +79,10 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> LlavaProcessor:
-        """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date."""
+        """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date.
+
+        Raises ValueError if it does not fit the model, and as [`preprocessor`] does.
+        """
         processor = self.preprocessor(AutoProcessor)
         with refuse_unreadable(f"The processor of {self.name}"):
             if self.stored:
@@ -95,7 +100,13 @@ class Checkpoint:
             raise ValueError(f"The image token of {self.name} is {both_tokens}. {_SAVE}.")
 
     def preprocessor(self, cls: Any) -> Any:
-        """Loads a tokenizer, an image processor or a processor, as the class `cls` says."""
+        """Loads a tokenizer, an image processor or a processor, as the class `cls` says.
+
+        Raises:
+            ValueError: It is damaged, or the checkpoint has only a tokenizer.
+            OSError: It does not exist, or cannot be fetched.
+            ImportError: It needs a package that is not installed.
+        """
         kinds_by_class = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
         kind = kinds_by_class.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
@@ -140,11 +151,11 @@ class Checkpoint:
             ValueError: The files are damaged, or tensors are missing.
             OSError: The Hub cannot be reached.
         """
-        stored_bytes = self.weight_bytes  # the files are checked, whatever follows
-        # ZeRO-3 would shard the model on meta.
+        stored_bytes = self.weight_bytes  # reading this property checks the files
+        # Under ZeRO-3 nothing is compared, since it would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > 4 * stored_bytes + 2**24:  # 2 bits each, and the norm's
+            if parameters > 4 * stored_bytes + 2**24:  # at least 2 bits a weight, and a norm
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
@@ -157,8 +168,9 @@ class Checkpoint:
             logging.set_verbosity(verbosity)
         self._check_tensors(cls.__name__, loading_info, is_part=config is not None)
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
-            # Older checkpoints have only the language model's ends.
-            with suppress(OSError, ValueError):  # without a processor, its loader has one
+            # The generation_config.json of older checkpoints has only the language model's own stop
+            # tokens. Without a processor here, whoever loads the model has one.
+            with suppress(OSError, ValueError):
                 stop_as_trained(model, self.processor)
         return model
 
@@ -201,9 +213,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Finds a checkpoint and checks its files but the weights. Loads nothing and runs no code.
 
-    Raises ValueError and OSError as [`find_checkpoint`] and [`check_files`] do.
+    Raises ValueError and OSError as [`require_checkpoint`] and [`check_files`] do.
     """
-    source, commit = find_checkpoint(name, revision, remedy=remedy)
+    source, commit = require_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(source, commit, check_files(source, commit))
 
 

@@ -88,7 +88,7 @@ def _check_links(folder: Path) -> None:
     for parent, folders, file_names in os.walk(str(folder)):
         for file_name in (*folders, *file_names):
             _check_inside(Path(parent, file_name), folder)
-        # Not .git and .venv.
+        # Hidden folders, such as .git and .venv, are not searched.
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 

@@ -306,17 +306,32 @@ def _measure_attention(
 def read_dynamics(file: Path) -> list[DynamicsStep]:
     """Reads the inter-layer cosines that training recorded (figure 5), if there is such a file.
 
+    Each line is an optimizer step, with a cosine for every layer and each modality.
+
     Raises ValueError if the file has anything else.
     """
     if not file.is_file():
         return []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-        return [DynamicsStep(**json.loads(line)) for line in lines]
+        return [_dynamics_step(line) for line in lines]
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{file} is not as training writes it: {error}. Remove it, or copy it again."
         ) from error
+
+
+def _dynamics_step(line: str) -> DynamicsStep:
+    """Returns what a line of JSON holds. Raises ValueError or TypeError if it is not a step."""
+    recorded = DynamicsStep(**json.loads(line))
+    cosines_by_modality = (recorded.visual, recorded.text)
+    if type(recorded.step) is not int or not all(map(_is_list_of_numbers, cosines_by_modality)):
+        raise TypeError(f"{line[:80]} is not a step with two lists of numbers")
+    return recorded
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) in (int, float) for number in value)
 
 
 def shown_image(

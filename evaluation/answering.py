@@ -158,13 +158,15 @@ def require_free_positions(config: Any, tokens: int) -> int | None:
     return positions - tokens
 
 
-def _require_room(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
-    """Returns `max_new_tokens`, or fewer if the model has fewer positions left.
+def _require_answer_limit(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
+    """Returns the most tokens of an answer: `max_new_tokens`, or the positions left if fewer.
 
-    Raises ValueError if it has none left.
+    Raises ValueError if the prompt leaves no position for an answer.
     """
-    positions = require_free_positions(model.config, prompt_length)
-    return max_new_tokens if positions is None else min(max_new_tokens, positions)
+    free_positions = require_free_positions(model.config, prompt_length)
+    if free_positions is None:
+        return max_new_tokens
+    return min(max_new_tokens, free_positions)
 
 
 @torch.no_grad()
@@ -181,9 +183,9 @@ def answers(
     """
     inputs = model_inputs(processor, conversations).to(model.device, model.dtype)
     prompt_length = inputs["input_ids"].shape[1]
-    limit = _require_room(model, prompt_length, max_new_tokens)
+    answer_limit = _require_answer_limit(model, prompt_length, max_new_tokens)
     with decoding_greedily(model, processor.tokenizer):
-        token_ids = model.generate(**inputs, max_new_tokens=limit)
+        token_ids = model.generate(**inputs, max_new_tokens=answer_limit)
     answer_ids = token_ids[:, prompt_length:]
     decoded = processor.tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
     return [answer.strip() for answer in decoded]
@@ -199,10 +201,11 @@ class AnswerStream:
         model: Generates the answer.
         processor: Decodes it.
         inputs: From [`model_inputs`], on the model's device.
-        max_new_tokens: Longest answer. It is shorter if the model has fewer positions left.
+        max_new_tokens: The longest answer. If the model has fewer positions left, the answer ends
+            there.
 
     Attributes:
-        ids: Token ids of prompt and answer, `(1, tokens)`, after the last piece was read.
+        token_ids: Those of prompt and answer, `(1, tokens)`. None until the last piece was read.
 
     Raises:
         ValueError: The model has no position left for an answer.
@@ -218,9 +221,11 @@ class AnswerStream:
         self._model = model
         self._tokenizer = processor.tokenizer
         self._inputs = inputs
-        self._limit = _require_room(model, inputs["input_ids"].shape[1], max_new_tokens)
+        self._answer_limit = _require_answer_limit(
+            model, inputs["input_ids"].shape[1], max_new_tokens
+        )
         self._stopped = Event()
-        self.ids: Tensor | None = None
+        self.token_ids: Tensor | None = None
 
     def __iter__(self) -> Iterator[str]:
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -231,14 +236,14 @@ class AnswerStream:
                 yield from filter(None, streamer)
             finally:
                 self._stopped.set()
-        self.ids = generated.result()
+        self.token_ids = generated.result()
 
     @torch.no_grad()
     def _generate(self, streamer: TextIteratorStreamer) -> Tensor:
         with decoding_greedily(self._model, self._tokenizer):
             return self._model.generate(
                 **self._inputs,
-                max_new_tokens=self._limit,
+                max_new_tokens=self._answer_limit,
                 stopping_criteria=[self._is_stopped],
                 streamer=streamer,
             )

@@ -92,7 +92,7 @@ def ask(
     model_options = ModelOptions(**keywords)
     images, text = read_words(words)
     if data is None:
-        questions = _questions_of_words(images, text, options)
+        questions = _read_questions_of_words(images, text, options)
     elif words:
         raise ValueError("--data has the images and questions. Leave the others out.")
     else:
@@ -100,9 +100,9 @@ def ask(
             data, image_folder=image_folder, columns=columns, system=options.system
         )
     check_images(questions)
-    answered = 0
+    answered_count = 0
     if options.output is not None:
-        answered = count_answered(options.output, questions, model)
+        answered_count = count_answered(options.output, questions, model)
     handle = resolve_model(
         model,
         trust_remote_code=model_options.trust_remote_code,
@@ -125,10 +125,10 @@ def ask(
         Console(stderr=True).print(f"Reading {questions[0].name} ...")  # minutes, on some CPUs
         print_answer(loaded, processor, questions[0].conversation(), options.max_new_tokens)
     else:
-        answer_all(loaded, processor, questions, options, model, answered)
+        answer_all(loaded, processor, questions, options, model, answered_count)
 
 
-def _questions_of_words(
+def _read_questions_of_words(
     images: Sequence[Path], text: str | None, options: AskOptions
 ) -> list[Question]:
     """Reads the questions of a command line without data. Without any, it starts a conversation.

@@ -265,7 +265,9 @@ def _metric(
     )
 
 
-def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
+def _protocol(
+    raw: dict, config: dict, through_chat_template: bool, quantization: dict | None
+) -> list[str]:
     """Returns sentences on how results were obtained.
 
     They quote the first prompt, but not if it comes from the user's own data, because they are
@@ -274,7 +276,7 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
     Args:
         raw: What the harness returned.
         config: The task's configuration. For a group, the first task's.
-        chat: Whether prompts were written through the chat template.
+        through_chat_template: Whether prompts were written through the chat template.
         quantization: How the language model was quantized, or None.
     """
     output_type = config["output_type"]
@@ -288,7 +290,7 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
         )
     else:
         sentences.append(f"Answers are chosen by {output_type}.")
-    prompt_form = "through the chat template" if chat else "as plain text"
+    prompt_form = "through the chat template" if through_chat_template else "as plain text"
     example_count = config.get("num_fewshot") or 0
     sentences.append(f"Prompts are written {prompt_form}, after {example_count} examples.")
     if own_data_rule:

@@ -15,7 +15,7 @@ from datasets import Dataset
 from ..data.rows.checks import (
     bad_rows_message,
     check_images_are_read,
-    log_not_read,
+    log_unused_and_changed,
     parse_rows,
 )
 from ..data.rows.forms import MARKER, ONE_OF_ANSWERS, ONE_OF_CAPTIONS
@@ -100,7 +100,7 @@ def own_task(
             f"{len(documents):,} questions in all."
         )
     _check_what_is_read(opened.name, rows)
-    return _task(label_of_data(data, source), documents, [row["images"] for row in rows])
+    return _read_task(label_of_data(data, source), documents, [row["images"] for row in rows])
 
 
 def _require_documents(row: dict, first: Document | None) -> list[Document]:
@@ -147,14 +147,14 @@ def _require_document(
     """
     options = row["options"]
     choices = list(options.values())
-    learned = plain(answer) or answer
+    learned_answer = plain(answer) or answer
     answers = [plain(text) or text for text in row["accepted"] or [answer]]
     if options:
         letter = chosen_letter(answer, options)
         if letter is None:
             raise ValueError(f"the answer {short(answer)} is not just one of {short(choices)}")
         prompt = f"{prompt}\n{ASK_FOR_LETTER}"
-        learned = letter
+        learned_answer = letter
         answers = [letter]
     if first and (bool(options) != bool(first["options"]) or system != first["system"]):
         raise ValueError(
@@ -165,7 +165,7 @@ def _require_document(
     return {
         "system": system,
         "prompt": prompt,
-        "answer": learned,
+        "answer": learned_answer,
         "answers": answers,
         "options": choices,
     }
@@ -183,14 +183,14 @@ def _check_what_is_read(name: str, rows: list[dict]) -> None:
         changes.update(row["changed"])
     for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
         changes.pop(note, None)
-    log_not_read(logger, name, unused_columns, changes)
+    log_unused_and_changed(logger, name, unused_columns, changes)
     image_count = sum(row["image_count"] for row in rows)
     unread_images = Counter(row["unread"] for row in rows if row["unread"])
     check_images_are_read(name, len(rows), image_count, unread_images)
 
 
-def _task(label: str, documents: list[Document], images: list[list[dict]]) -> OfflineTask:
-    """Returns the task that asks the documents.
+def _read_task(label: str, documents: list[Document], images: list[list[dict]]) -> OfflineTask:
+    """Returns the task that asks the documents. Reads the images, for the version of the task.
 
     Args:
         label: Name of the data.
@@ -230,7 +230,7 @@ def _task(label: str, documents: list[Document], images: list[list[dict]]) -> Of
         "doc_to_text": lambda row: row["prompt"],
         "doc_to_image": lambda row: [decode_image(image) for image in images[row["row"]]],
         "doc_to_target": "answer",
-        "process_results": _results,
+        "process_results": _scores,
         "output_type": "generate_until",
         "num_fewshot": 0,
         "generation_kwargs": {
@@ -263,7 +263,7 @@ def _most_tokens(documents: list[Document]) -> int:
     return token_count
 
 
-def _results(document: Document, answers: list[str]) -> dict:
+def _scores(document: Document, answers: list[str]) -> dict:
     """Returns the scores of an answer, and what the metrics of the white image need.
 
     Args:

@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..assembly.adapter import Adapter
 from ..checkpoint.files import finished_folder, lock_folder
 from ..console import Console, Printed
 from ..devices import device_error
@@ -182,7 +183,7 @@ def evaluate(
         base=options.base,
         base_quantization=options.base_quantization,
     )
-    key = _result_key(handle, options, include_path, limit)
+    key = _require_result_key(handle, options, include_path, limit)
     if output is None:
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
     with lock_folder(output):
@@ -225,19 +226,27 @@ def _model_folder(handle: ModelHandle) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
+def _read_base_settings(adapter: Adapter) -> dict:
+    """Returns the version of an adapter's base, and its quantization. Both are as in training.
+
+    The version is the commit of a Hub id. In a folder, the weight files are read for their hash.
+    """
+    base_version = adapter.base.revision
+    if not base_version:
+        base_version = files_hash(Path(adapter.base.name), WEIGHT_FILES)
+    return {"quantization": adapter.quantization, "base": base_version}
+
+
+def _require_precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
     """Returns the settings that say in what precision the weights are used.
 
-    An adapter is put on its base as in training: its settings name the base and its quantization.
-    Raises ValueError or ImportError as [`ModelHandle.precision`] does.
+    Fetches weights from the Hub, as [`ModelHandle.fetch_precision`] does.
+
+    Raises:
+        ValueError: `options.dtype` names no dtype, or the weights cannot be read.
+        ImportError: Weights are quantized, but bitsandbytes is not installed.
     """
-    adapter = handle.adapter
-    if adapter:
-        base_version = adapter.base.revision
-        if not base_version:
-            base_version = files_hash(Path(adapter.base.name), WEIGHT_FILES)
-        return {"quantization": adapter.quantization, "base": base_version}
-    dtype, quantization = handle.precision(options.dtype, options.load_in_4bit)
+    dtype, quantization = handle.fetch_precision(options.dtype, options.load_in_4bit)
     settings: dict = {
         "dtype": str(dtype).removeprefix("torch."),
         "load_in_4bit": options.load_in_4bit,
@@ -248,9 +257,13 @@ def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
     return settings
 
 
-def _result_key(
+def _require_result_key(
     handle: ModelHandle, options: EvaluateOptions, include_path: Path | None, limit: int | None
 ) -> ResultKey:
+    """Reads the files that results depend on, and returns the key of a new result.
+
+    Raises ValueError and ImportError as [`_require_precision_settings`] does.
+    """
     folder = _model_folder(handle)
     if folder is None:
         weights = f"{handle.checkpoint.name}@{handle.checkpoint.revision}"
@@ -261,12 +274,16 @@ def _result_key(
     task_files = None
     if include_path is not None:
         task_files = files_hash(include_path, *TASK_FILES)
+    if handle.adapter:
+        weight_settings = _read_base_settings(handle.adapter)
+    else:
+        weight_settings = _require_precision_settings(handle, options)
     settings = {
         "batch_size": options.batch_size,
         "limit": limit,
         "files": model_files,
         "tasks": task_files,
-        **_precision_settings(handle, options),
+        **weight_settings,
     }
     return ResultKey(weights, settings)
 

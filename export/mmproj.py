@@ -136,6 +136,7 @@ def _add_settings(
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Adds a tensor to a GGUF file. Raises ValueError if a value is not finite in `dtype`."""
     values = tensor.to(dtype)
     if not values.isfinite().all():
         raise ValueError(f"{name} has values that are not finite in {dtype}. Choose float32.")

@@ -87,6 +87,7 @@ def export_gguf(
     Raises:
         ValueError: llama.cpp cannot compute the model, a file is missing or damaged, or the script
             fails. Nothing is written then.
+        OSError: The model cannot be fetched, or the files cannot be written.
         ImportError: The package `gguf` is missing.
     """
     check_installed("gguf", "export", "`normalign export`")
@@ -105,7 +106,7 @@ def export_gguf(
     vision_file = f"mmproj-{name}.gguf"
     text_file = f"{name}.gguf"
     with finished_folder(output) as folder:
-        checkpoint = _open_to_export(model, base, folder / MERGED)
+        checkpoint = _open_or_merge(model, base, folder / MERGED)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
         if script:
             write_text(script, checkpoint, folder / text_file, text_type)
@@ -130,7 +131,7 @@ def export_gguf(
     )
 
 
-def _open_to_export(model: str | os.PathLike, base: str | None, merged_folder: Path) -> Checkpoint:
+def _open_or_merge(model: str | os.PathLike, base: str | None, merged_folder: Path) -> Checkpoint:
     """Opens a checkpoint that llama.cpp can compute. An adapter is merged to `merged_folder`.
 
     Raises:

@@ -51,7 +51,7 @@ def read_vision_parts(checkpoint: Checkpoint) -> VisionParts:
     """
     tower = {}
     projector = {}
-    for name, tensor in _vision_tensors(checkpoint):
+    for name, tensor in _read_vision_tensors(checkpoint):
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             remedy = "Export the checkpoint before it is quantized."
             raise ValueError(f"{name} of {checkpoint.name} is quantized. {remedy}")
@@ -68,7 +68,11 @@ def read_vision_parts(checkpoint: Checkpoint) -> VisionParts:
     return VisionParts(tower, _projector(checkpoint.config, projector))
 
 
-def _vision_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _read_vision_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names and tensors of vision tower and projector. Fetches weights from the Hub.
+
+    Raises ValueError and OSError as [`fetch_checked_weights`] does.
+    """
     for file in fetch_checked_weights(checkpoint.name, checkpoint.revision):
         with refuse_unreadable(str(file)), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is not a dictionary)

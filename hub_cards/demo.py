@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from .. import evaluation
-from ..checkpoint.files import find_checkpoint
+from ..checkpoint.files import require_checkpoint
 from ..extras import check_installed
 from .push.repository import Repository, find_repository, push
 
@@ -46,10 +46,11 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         port: By default the first free one from 7860.
 
     Raises:
-        ValueError: The checkpoint does not exist, or is not of this package.
+        ValueError: The checkpoint does not exist, is damaged, or is not of this package.
+        OSError: The checkpoint cannot be fetched, or no port is free.
         ImportError: Gradio is not installed.
     """
-    source, revision = find_checkpoint(checkpoint)
+    source, revision = require_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
     import torch
     from starlette.middleware import Middleware

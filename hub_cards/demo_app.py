@@ -135,7 +135,7 @@ def answer(
     for piece in stream:
         answer_text += piece
         yield answer_text, None
-    maps = attention(model, processor, inputs, stream.ids)
+    maps = attention(model, processor, inputs, stream.token_ids)
     pictures = heatmaps(maps, inputs["pixel_values"][0], processor)
     yield answer_text.strip() or "(The answer is empty.)", pictures
 
@@ -163,7 +163,7 @@ def open_image(file: str) -> Image.Image:
 
 
 @torch.no_grad()
-def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int, Tensor]:
+def attention(model: Any, processor: Any, inputs: Any, token_ids: Tensor) -> dict[int, Tensor]:
     """Measures how much attention the words after the image pay to its patches.
 
     Special tokens do not count as words. Layers with linear attention have no map.
@@ -172,7 +172,7 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
         model: The model, loaded with [`ATTENTION`].
         processor: Its processor.
         inputs: The inputs of the prompt.
-        ids: The tokens of prompt and answer, of shape `(1, tokens)`.
+        token_ids: The tokens of prompt and answer, of shape `(1, tokens)`.
 
     Returns:
         By number of the layer, from 1, the attention to each patch, of shape `(patches,)`, averaged
@@ -181,15 +181,15 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
     image_height, image_width = inputs["pixel_values"].shape[-2:]
     patch_size = processor.patch_size
     patch_count = (image_height // patch_size) * (image_width // patch_size)
-    token_ids = ids[0]
-    positions = torch.arange(len(token_ids), device=ids.device)
+    sequence = token_ids[0]
+    positions = torch.arange(len(sequence), device=sequence.device)
     # Class token and registers, where they are kept, come before the patches.
-    patch_positions = positions[token_ids == model.config.image_token_id][-patch_count:]
+    patch_positions = positions[sequence == model.config.image_token_id][-patch_count:]
     special_ids = []
     for token_id, token in processor.tokenizer.added_tokens_decoder.items():
         if token.special:
             special_ids.append(token_id)
-    is_special = torch.isin(token_ids, token_ids.new_tensor(special_ids))
+    is_special = torch.isin(sequence, sequence.new_tensor(special_ids))
     is_after_image = positions > patch_positions[-1]
     word_positions = positions[is_after_image & ~is_special]
     maps: dict[int, Tensor] = {}
@@ -208,7 +208,7 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
             if self_attention is not None:
                 hook = self_attention.register_forward_hook(partial(keep, layer_number))
                 hooks.enter_context(hook)
-        model.base_model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False)
+        model.base_model(input_ids=token_ids, pixel_values=inputs["pixel_values"], use_cache=False)
     return maps
 
 

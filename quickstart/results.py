@@ -48,6 +48,7 @@ def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, A
 
     Raises:
         RuntimeError: A task could not be run.
+        ValueError: The checkpoint cannot be read, or a limit would replace whole results.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device_type, torch.bfloat16, enabled=bf16):
@@ -134,7 +135,10 @@ def _draw_answer(axes: Axes, question: Question, answer: str) -> None:
 
 
 def print_results(console: Console, results: dict, output: Path, pages: Sequence[Path]) -> None:
-    """Prints the accuracy by kind of question with its controls, the time, the verdicts and files.
+    """Prints what a quickstart has shown.
+
+    These are a table of accuracies with their controls, the time, whether the reloaded checkpoint
+    gives the same logits, the verdicts of the reports, and the paths of files.
 
     Args:
         console: Where they are printed.

@@ -160,27 +160,27 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         write_stage_data(
             materials.data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed
         )
-    model = _train_model(output, "gwc", materials, settings, journal)
+    trained_checkpoint = _train_model(output, "gwc", materials, settings, journal)
     with journal.step("evaluate before"):
         scores_before = ask_held_out(output / "untrained", settings.asked_before, journal.bf16)
     with journal.step("evaluate after"):
-        scores_after = ask_held_out(model, settings.asked, journal.bf16)
+        scores_after = ask_held_out(trained_checkpoint, settings.asked, journal.bf16)
     with journal.step("reload"):
         questions = _shown_questions(settings.shown_per_kind)
-        shown_answers, deviation = reload(model, questions)
+        shown_answers, deviation = reload(trained_checkpoint, questions)
         write_answers_image(list(zip(questions, shown_answers, strict=True)), output / "images.png")
     baseline_folder = output / "baseline"
-    baseline_model = None
+    baseline_checkpoint = None
     baseline_scores = None
     if full_baseline or (baseline_folder / "model").exists():
-        baseline_model = _train_model(baseline_folder, "none", materials, settings, journal)
+        baseline_checkpoint = _train_model(baseline_folder, "none", materials, settings, journal)
         with journal.step("evaluate baseline"):
-            scores = ask_held_out(baseline_model, settings.asked, journal.bf16)
+            scores = ask_held_out(baseline_checkpoint, settings.asked, journal.bf16)
         baseline_scores = _chosen(scores, "accuracy", "blank")
     with journal.step("diagnose"):
         samples = settings.diagnosed
-        report_pages = [diagnose_once(model, baseline_model, samples)]
-        if baseline_model is not None:
+        report_pages = [diagnose_once(trained_checkpoint, baseline_checkpoint, samples)]
+        if baseline_checkpoint is not None:
             aligned = output / "stage1"
             aligned_baseline = baseline_folder / "stage1"
             report_pages.append(diagnose_once(aligned, aligned_baseline, samples, "-stage1"))
@@ -200,10 +200,12 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         "bf16": journal.bf16,
         "seconds": journal.seconds,
     }
-    write_card(model)
+    write_card(trained_checkpoint)
     write_json(output / "results.json", results)
     print_results(console, results, output, report_pages)
-    console.print(f"Ask it: {command_to_ask(model, questions[0])}", markup=False, soft_wrap=True)
+    console.print(
+        f"Ask it: {command_to_ask(trained_checkpoint, questions[0])}", markup=False, soft_wrap=True
+    )
     return results
 
 

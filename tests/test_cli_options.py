@@ -385,11 +385,11 @@ def test_a_question_without_options_is_asked_as_the_function_would(stopped_at):
 def found_commit(monkeypatch):
     """A model is found at a commit `of` its revision."""
 
-    def find_model(model, revision):
+    def require_model(model, revision):
         return model, f"of {revision}"
 
     files = import_module("normalign_llava.checkpoint.files")
-    monkeypatch.setattr(files, "find_model", find_model)
+    monkeypatch.setattr(files, "require_model", require_model)
 
 
 @pytest.mark.usefixtures("found_commit")
@@ -628,7 +628,7 @@ class DataCheck:
 
     def __init__(self, faults, stops, examples):
         self.faults = faults
-        self.stops = stops
+        self.would_stop = stops
         self.examples = examples
 
     def table(self, source):

@@ -186,7 +186,10 @@ class ConversationCollator:
             ) from error
 
     def _remove_labels(self, labels: Tensor, example: ParsedRow, has_bad_image: bool) -> None:
-        """Removes labels that are not to be learned from one row `(T,)`, in place."""
+        """Removes labels that are not to be learned from one row `(T,)`, in place.
+
+        Raises ValueError if it is not known which labels these are.
+        """
         is_label = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int()
         edges = is_label.diff().nonzero().flatten().tolist()
         spans = list(zip(edges[::2], edges[1::2], strict=True))

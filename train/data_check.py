@@ -16,7 +16,7 @@ from ..data.rows.forms import MARKER
 from ..data.rows.parse import ParsedRow
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
-from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
+from ..data.sources.table import RowReader, all_rows, rows_on_access, sift_rows
 from .collator import ConversationCollator
 from .command import NO_MODEL
 from .marked import Example, marked, pieces
@@ -30,14 +30,14 @@ class DataCheck:
     Attributes:
         report: Counts of its rows.
         faults: The reasons why some rows cannot be trained on.
-        stops: Whether training would stop at these rows. It skips a few rows of large data.
+        would_stop: Whether training would stop at these rows. It skips a few rows of large data.
         examples: The requested rows, or one row if a checkpoint counts tokens.
         has_lengths: Whether tokens were counted.
     """
 
     report: checks.SourceReport
     faults: list[str]
-    stops: bool
+    would_stop: bool
     examples: list[Example]
     has_lengths: bool
 
@@ -49,7 +49,7 @@ class DataCheck:
         for file, count in report.files.items():
             table.add_row(f"in {Path(file).name}", f"{count:,}")
         bad_rows = f"{report.bad:,}"
-        if report.bad and not self.stops:
+        if report.bad and not self.would_stop:
             bad_rows += " (training skips them by default)"
         table.add_row("that cannot be trained on", bad_rows)
         most_rows_first = sorted(report.forms.items(), key=lambda form: -form[1])
@@ -63,7 +63,7 @@ class DataCheck:
         elif report.valid:
             lengths = "give a checkpoint with --model to count tokens"
         table.add_row("lengths", lengths)
-        for title, text in checks.not_read(report.left_out, report.changed).items():
+        for title, text in checks.unused_and_changed(report.left_out, report.changed).items():
             table.add_row(title, text)
         return table
 
@@ -101,11 +101,14 @@ def check_data(
         collator = ConversationCollator(checkpoint.processor, bad_rows="skip")
     opened = open_source(source, streaming=False)
     reader = RowReader((opened,))
-    options = checks.Checks(collator and collator.processor, check_images=check_images)
+    processor = None
+    if collator is not None:
+        processor = collator.processor
+    options = checks.Checks(processor, check_images=check_images)
     table = all_rows(opened, 0, options)
-    checked = check_rows(table, reader, opened, options, "train")
+    checked = sift_rows(table, reader, opened, options, "train")
     report = checked.report
-    faults, stops = _faults(opened, report, len(table))
+    faults, would_stop = _faults(opened, report, len(table))
     checks.warn_of_captions(opened.name, report.forms)
     valid_rows = rows_on_access(checked.table, reader)
     shown_examples = []
@@ -115,7 +118,7 @@ def check_data(
     elif examples or collator:
         for place in _places(checked.table, examples or 1):
             shown_examples.append(_example(valid_rows[place], collator))
-    return DataCheck(report, faults, stops, shown_examples, collator is not None)
+    return DataCheck(report, faults, would_stop, shown_examples, collator is not None)
 
 
 def _faults(source: Source, report: checks.SourceReport, count: int) -> tuple[list[str], bool]:

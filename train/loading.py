@@ -54,9 +54,9 @@ def load(plan: Plan) -> LoadedModel:
         )
         commit = opened.checkpoint.revision
         weights_in = weights.fetch_index_folder(model.name_or_path, commit)
-    stop_as_trained(model, opened.processor)  # it may not be the checkpoint's
+    stop_as_trained(model, opened.processor)  # the processor may not be the checkpoint's
     precision = plan.precision
-    if precision.is_tried and not settings.dry_run:
+    if precision.fp16_needs_check and not settings.dry_run:
         batch = largest_batch(settings, plan.data.train, plan.data.collator)
         precision = settle_float16(model, settings.device, batch)
         if not precision.fp16:

@@ -164,11 +164,12 @@ def prepare(
     checked = read_data(data, collator, settings, needs_images(settings, learning_rates))
     check_best_metric(settings, checked.held_out, has_metrics)
     warn_of_positions(checked.report, opened.config)
-    # TRL does so only for a stream of training rows. Held-out rows may be a stream too.
+    # Each process reads its rows itself, and gets no batches from another. TRL sets this only
+    # for a stream of training rows, and held-out rows may be a stream too.
     accelerator_config = copy.copy(settings.accelerator_config)
     accelerator_config.dispatch_batches = False
     settings.settle(accelerator_config=accelerator_config)
-    if isinstance(checked.train, IterableDataset):  # it has one shard
+    if isinstance(checked.train, IterableDataset):  # a stream has one shard, for one worker
         settings.settle(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
     if settings.packing:
         settings.settle(global_batch_size=rows_in_step(settings))
@@ -228,7 +229,7 @@ def check_options(settings: RunConfig, model: Any) -> None:
     check_fsdp(settings)
     init_kwargs = settings.model_init_kwargs or {}
     is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
-    if settings.n_gpu > 1 and not is_placed:  # TRL refuses it after loading
+    if settings.n_gpu > 1 and not is_placed:  # TRL refuses several GPUs after loading
         gpus = settings.n_gpu
         raise ValueError(
             f"This process sees {gpus} GPUs and trains on one. Set CUDA_VISIBLE_DEVICES=0, or "
@@ -281,7 +282,7 @@ def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
         config = config_of_arm(checkpoint, settings.arm)
         dtype = frozen_dtype(config, settings)
         init_kwargs = {**(init_kwargs or {}), "revision": checkpoint.revision, "dtype": dtype}
-    adapters = check_adapters(given, config, settings)
+    adapters = require_adapters(given, config, settings)
     if adapters is not None:
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
     return OpenedModel(
@@ -335,7 +336,7 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
     return checkpoint
 
 
-def check_adapters(
+def require_adapters(
     given: GivenModel, config: NormAlignLlavaConfig, settings: RunConfig
 ) -> LoraConfig | None:
     """Returns the adapters, limited to the language model, or None.

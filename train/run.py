@@ -88,7 +88,7 @@ def train(
             if published:  # in the first process
                 commit = published.commit.oid
                 console.print(f"Published: {published.repository.url}, commit {commit}.")
-        trainer.end()  # trackers, and the process group
+        trainer.end()  # ends trackers, and the process group
     return output
 
 

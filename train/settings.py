@@ -40,13 +40,13 @@ class Precision:
     Attributes:
         bf16: Whether steps are autocast to bfloat16.
         fp16: Whether steps are autocast to float16.
-        is_tried: Whether `fp16` holds only if [`settle_float16`] finds that it can.
+        fp16_needs_check: Whether `fp16` holds only if [`settle_float16`] finds that it can.
         because: Why it is so, if that was measured.
     """
 
     bf16: bool
     fp16: bool
-    is_tried: bool = False
+    fp16_needs_check: bool = False
     because: str = ""
 
 
@@ -120,7 +120,7 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     for option, default in (stage_defaults(given) | machine_defaults(given)).items():
         if values[option] is None:
             values[option] = default
-    if given.early_stopping_patience is not None:  # a resumed run counts on
+    if given.early_stopping_patience is not None:  # a resumed run keeps its count
         values["restore_callback_states_from_checkpoint"] = True
     precision = choose_precision(given, values["use_cpu"])
     values.update(
@@ -207,8 +207,8 @@ def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
     in_accelerate = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & os.environ.keys()
     is_sharded = given.deepspeed or given.fsdp or in_accelerate
     on_gpu = torch.cuda.is_available() and not use_cpu
-    is_tried = given.fp16 is None and on_gpu and not bf16 and not is_sharded
-    return Precision(bf16, fp16=is_tried, is_tried=is_tried)
+    may_use_fp16 = given.fp16 is None and on_gpu and not bf16 and not is_sharded
+    return Precision(bf16, fp16=may_use_fp16, fp16_needs_check=may_use_fp16)
 
 
 def bfloat16_pays(use_cpu: bool) -> bool:

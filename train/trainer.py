@@ -70,7 +70,7 @@ from .modules.model import (
     trained_parameters,
 )
 from .modules.precision import train_in_float32
-from .modules.sharding import fill_gradients, load_sharded, prepare_sharding, sharding
+from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
 from .modules.sizes import OptimizerClass
 from .prepare import (
     GivenData,
@@ -176,7 +176,7 @@ class NormAlignTrainer(SFTTrainer):
             has_metrics=compute_metrics is not None,
         )
         loaded = load(plan)
-        self._take_over(plan, loaded, options)
+        self._keep_and_fetch(plan, loaded, options)
         with replaced(loaded.settings, **options_for_trl(plan)):
             super().__init__(
                 loaded.model,
@@ -197,11 +197,15 @@ class NormAlignTrainer(SFTTrainer):
         self.args.settle()
         self._set_up_model()
         self._add_callbacks()
-        self._described: Any = self.train_dataset  # the rows that `facts` and `record` describe
-        self._describe(plan.data.report)
+        # The rows that `facts` and `record` describe.
+        self._described_rows: Any = self.train_dataset
+        self._set_facts(plan.data.report)
 
-    def _take_over(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
-        """Keeps what the plan and the model say, before TRL's trainer is made."""
+    def _keep_and_fetch(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
+        """Keeps what the plan and the model say, before TRL's trainer is made.
+
+        Reads records and notices of the checkpoint, and fetches them if it is on the Hub.
+        """
         self.plan = plan
         self.checkpoint = plan.model.checkpoint
         self.learning_rates = plan.learning_rates
@@ -218,9 +222,9 @@ class NormAlignTrainer(SFTTrainer):
         self._best: dict[str, Any] | None = None  # the step of the weights, if not the last one
         # While rows are evaluated: the sum of their losses, their number, the number of skipped.
         self._evaluated: Tensor | None = None
-        self._shows_batch = False  # whether the first batch is still to be shown
+        self._will_show_batch = False  # whether the first batch is still to be shown
 
-    def _describe(self, report: DataReport) -> None:
+    def _set_facts(self, report: DataReport) -> None:
         """Counts the steps of a run on the training rows, and sets `facts` and `record`."""
         train_loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(self.args, train_loader)[-1]
@@ -233,10 +237,13 @@ class NormAlignTrainer(SFTTrainer):
         self.record["sharding"] = sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
-    def _take_train_rows(self) -> None:
-        """Checks training rows that were set since the trainer was made, and describes the run."""
+    def _check_new_train_rows(self) -> None:
+        """Checks training rows that were set since the trainer was made, and sets the facts anew.
+
+        Raises ValueError or TypeError if they cannot be trained on.
+        """
         rows = self.train_dataset
-        if rows is self._described:
+        if rows is self._described_rows:
             return
         args = self.args
         collator = self.data_collator
@@ -247,7 +254,7 @@ class NormAlignTrainer(SFTTrainer):
             rows, "train_dataset", collator, args, "train", need_images
         )
         self.train_dataset = rows
-        self._described = rows
+        self._described_rows = rows
         if args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(args, rows)
             args.settle(gradient_accumulation_steps=passes)
@@ -256,7 +263,7 @@ class NormAlignTrainer(SFTTrainer):
         if source_report is not None:
             sources.insert(0, source_report)
             collator.skippable = source_report.skippable
-        self._describe(DataReport(sources))
+        self._set_facts(DataReport(sources))
         if self.probe is not None:
             self.probe.batch = type(self.probe).of_rows(rows, collator, args).batch
 
@@ -336,7 +343,7 @@ class NormAlignTrainer(SFTTrainer):
                 break
         optimizer.param_groups = groups
         if self.is_fsdp_enabled:
-            optimizer.register_step_pre_hook(fill_gradients)
+            optimizer.register_step_pre_hook(fill_missing_gradients)
         return self.optimizer
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
@@ -358,8 +365,11 @@ class NormAlignTrainer(SFTTrainer):
         return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Returns a data loader of rows in any form that the constructor takes."""
-        self._take_train_rows()
+        """Returns a data loader of rows in any form that the constructor takes.
+
+        Raises ValueError or TypeError if rows were set that cannot be trained on.
+        """
+        self._check_new_train_rows()
         return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: str | Rows | None = None) -> DataLoader:
@@ -370,23 +380,26 @@ class NormAlignTrainer(SFTTrainer):
         if isinstance(eval_dataset, str):
             rows = rows[eval_dataset]
         is_ours = isinstance(self.data_collator, ConversationCollator)
-        if is_ours and isinstance(rows, Rows) and not is_prepared(rows):  # set since
+        if is_ours and isinstance(rows, Rows) and not is_prepared(rows):  # set by a user
             return self.get_test_dataloader(rows)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Rows) -> DataLoader:
-        """Returns a data loader of rows in any form that the constructor takes."""
+        """Returns a data loader of rows in any form that the constructor takes.
+
+        Raises ValueError or TypeError if the rows cannot be used.
+        """
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
         """Returns the memory of a step on the longest rows: see [`estimate_memory`]."""
-        self._take_train_rows()
+        self._check_new_train_rows()
         return estimate_memory(self, gradient_checkpointing)
 
     def summary(self) -> RunSummary:
         """Returns the tables that `normalign train` prints before its first step."""
-        self._take_train_rows()
+        self._check_new_train_rows()
         return RunSummary(self.record, self.facts, str(self.args.output_dir))
 
     def check_resumed(self, checkpoint: Path) -> None:
@@ -409,7 +422,7 @@ class NormAlignTrainer(SFTTrainer):
         settings = self.args
         if settings.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
-        self._take_train_rows()
+        self._check_new_train_rows()
         self._check_precision(resume_from_checkpoint)
         is_new = not is_resumed(resume_from_checkpoint)
         output = Path(settings.output_dir)
@@ -422,8 +435,8 @@ class NormAlignTrainer(SFTTrainer):
         if settings.should_save:
             check_disk(output, self.facts["disk"]["total"])
         self._best = None
-        self._shows_batch = settings.show_first_batch
-        self._began = time.perf_counter() - self.record["seconds"]  # with those before it resumed
+        self._will_show_batch = settings.show_first_batch
+        self._began = time.perf_counter() - self.record["seconds"]  # as if it had not stopped
         with only_run(output):
             if is_new and isinstance(self.data_collator, ConversationCollator):
                 # The count of rows with bad images begins at 0, in all processes at once.
@@ -455,8 +468,8 @@ class NormAlignTrainer(SFTTrainer):
 
     def training_step(self, model, inputs, *args, **kwargs):
         """Takes a step as the Trainer does. Errors say how large the pass was."""
-        if self._shows_batch and {"input_ids", "labels"} <= inputs.keys():
-            self._shows_batch = False
+        if self._will_show_batch and {"input_ids", "labels"} <= inputs.keys():
+            self._will_show_batch = False
             self._show_batch(inputs)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -478,7 +491,7 @@ class NormAlignTrainer(SFTTrainer):
         if self.model.training:
             eval_frozen(base_model(self.model))
             if self.label_smoother is not None and num_items_in_batch is not None:
-                # The label smoother divides by it, and a step may have no labels.
+                # The label smoother divides by this number, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
@@ -519,7 +532,7 @@ class NormAlignTrainer(SFTTrainer):
         output.metrics[loss_name] = float("nan")
         if with_labels:
             output.metrics[loss_name] = losses / with_labels
-        # TRL has zeros for a batch without labels.
+        # For a batch without labels TRL has kept zeros. They are left out of the averages.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
         pairs_with_labels = [pair for pair in pairs if pair != (0.0, 0.0)]
@@ -545,7 +558,7 @@ class NormAlignTrainer(SFTTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         self.measurements.after_clip(grad_norm)  # no callback gets the norm before clipping
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if not self.finite.is_step_finite(self.model, grad_norm, self.accelerator.scaler):
+        if not self.finite.may_take_step(self.model, grad_norm, self.accelerator.scaler):
             model.zero_grad()  # the optimizer skips parameters without a gradient
         return grad_norm
 
@@ -716,7 +729,7 @@ class NormAlignTrainer(SFTTrainer):
         else:
             super()._load_best_model()
         folder = Path(self.state.best_model_checkpoint)
-        if not folder.exists():  # the Trainer warns of it
+        if not folder.exists():  # the Trainer has warned that it is missing
             return
         step = int(folder.name.rpartition("-")[2])
         last_step = self.state.global_step
@@ -759,13 +772,13 @@ class NormAlignTrainer(SFTTrainer):
 
 OURS = {
     "_add_callbacks",
+    "_check_new_train_rows",
     "_check_precision",
     "_count_evaluated",
-    "_describe",
+    "_keep_and_fetch",
+    "_set_facts",
     "_set_up_model",
     "_show_batch",
-    "_take_over",
-    "_take_train_rows",
     "_unquantized_model",
 }
 """Private methods that override none."""

@@ -19,7 +19,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
 from ...console import Console, escaped, printable
-from .forms import PROMPT, image_name, is_about, looks_like, unread_image
+from .forms import PROMPT, image_name, is_about_row, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, image_problem
 from .once import warn_once
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
@@ -435,37 +435,45 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
         warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other_questions}")
 
 
-def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
+def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
     """Returns texts by title: the columns that are not used, and what was changed.
 
     Columns that look like an image, a question or an answer come first. Columns with information
-    about a row, such as ids, come last.
+    about a row, such as ids, come last, without numbers of rows. A title without a text is left
+    out.
 
     Args:
         left_out: The number of rows for each column that is not read.
         changed: The number of rows for each note on what was changed or is to be known.
     """
-    loud_columns = {}
-    quiet_columns = {}
-    about_columns = []
+    likely_columns = {}  # that should perhaps be used
+    other_columns = {}
+    columns_about_rows = []
     for column_name, row_count in left_out.items():
-        likeness = looks_like(column_name)
-        if likeness:
-            loud_columns[f"{column_name}, like {likeness}"] = row_count
-        elif is_about(column_name):
-            about_columns.append(column_name)
+        known_kind = looks_like(column_name)
+        if known_kind:
+            likely_columns[f"{column_name}, like {known_kind}"] = row_count
+        elif is_about_row(column_name):
+            columns_about_rows.append(column_name)
         else:
-            quiet_columns[column_name] = row_count
-    columns = [counted(loud_columns), counted(quiet_columns), ", ".join(about_columns)]
-    texts = {NOT_USED: ", ".join(filter(None, columns)), "note": counted(changed)}
+            other_columns[column_name] = row_count
+    column_texts = [
+        counted(likely_columns),
+        counted(other_columns),
+        ", ".join(columns_about_rows),
+    ]
+    texts = {NOT_USED: ", ".join(filter(None, column_texts)), "note": counted(changed)}
     return {title: text for title, text in texts.items() if text}
 
 
-def log_not_read(
+def log_unused_and_changed(
     logger: logging.Logger, name: str, left_out: Mapping[str, int], changed: Mapping[str, int]
 ) -> None:
-    """Logs [`not_read`]: unused columns as a warning only if one looks as if it should be used."""
-    for title, text in not_read(left_out, changed).items():
+    """Logs [`unused_and_changed`] as warnings.
+
+    Unused columns are logged as information, unless one looks as if it should be used.
+    """
+    for title, text in unused_and_changed(left_out, changed).items():
         level = logging.WARNING
         is_quiet = not any(map(looks_like, left_out))
         if title == NOT_USED and is_quiet:

@@ -405,7 +405,7 @@ def _check_caption(raw: Mapping, form: Form) -> None:
         raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
 
-def is_about(name: str) -> bool:
+def is_about_row(name: str) -> bool:
     """Whether a column, by its name, has information about a row, such as an id or a score."""
     return _ABOUT.fullmatch(name) is not None
 
@@ -422,7 +422,7 @@ def looks_like(name: str) -> str | None:
     known_name = ALIASES.get(lower_name, lower_name)
     if name.startswith("text "):
         return "an image"
-    if is_about(name):
+    if is_about_row(name):
         return None
     if known_name in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(bare_name):
         return "an image"

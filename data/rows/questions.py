@@ -50,6 +50,9 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     Returns:
         The text, and the columns that were read. A question that is a list of turns is returned
         unchanged.
+
+    Raises:
+        ValueError: The question is empty, or is a list of turns and has options.
     """
     question = as_text(raw["question"])
     if not isinstance(question, str):
@@ -96,6 +99,9 @@ def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[st
     Returns:
         The answer, perhaps a list of several. The right answers, if the answer is one of several.
         The columns that were read.
+
+    Raises:
+        ValueError: The answer is not one of the options, or there are several answers to options.
     """
     index = raw.get("answer_index")
     if not is_empty(index):

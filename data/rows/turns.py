@@ -116,7 +116,10 @@ def read_turns(value: Any, column: str, text_role: str | None) -> list[Turn]:
 
 
 def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
-    """Reads an element of a list of turns: a turn, or a question with its answer as two turns."""
+    """Reads an element of a list of turns: a turn, or a question with its answer as two turns.
+
+    Raises ValueError if it is neither, or has an unknown role.
+    """
     fields = {}
     if isinstance(element, Mapping):
         fields = {key: value for key, value in element.items() if value is not None}
@@ -204,7 +207,7 @@ def _is_learned(fields: Mapping, turn_number: int) -> bool:
 
 
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
-    """Reads the content of a turn: a text, or a list of parts."""
+    """Reads the content of a turn: a text, or a list of parts. Raises ValueError for others."""
     stored_content = as_text(stored_content)
     if role == "user":
         stored_content = _parts_in_text(stored_content)
@@ -253,7 +256,10 @@ def are_parts(value: Any) -> bool:
 
 
 def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]]:
-    """Reads a part of a turn. Returns it with the names of its keys that are not read."""
+    """Reads a part of a turn. Returns it with the names of its keys that are not read.
+
+    Raises ValueError if it is neither a text nor an image.
+    """
     part_kind = _part_kind(part)
     if part_kind == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"]), unread_keys(part, {"type", "text", "index"}, place)
@@ -263,7 +269,10 @@ def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]
 
 
 def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
-    """Reads an image part. Returns it with the names of its keys that are not read."""
+    """Reads an image part. Returns it with the names of its keys that are not read.
+
+    Raises ValueError if it has keys, but none that holds an image.
+    """
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:

@@ -21,7 +21,10 @@ def option(default: Any, help: str, **settings: Any) -> Any:
 
 @dataclass
 class DataSource:
-    """One data set of a mixture, under the names of TRL's `DatasetConfig`."""
+    """One data set of a mixture, under the names of TRL's `DatasetConfig`.
+
+    Raises ValueError if `filters`, `repeat` or `columns` is not valid. `~` in paths is replaced.
+    """
 
     path: str  # Hub id, folder, or file of rows with one of the suffixes `FILES`
     name: str | None = None  # configuration of a Hub data set
@@ -38,9 +41,10 @@ class DataSource:
         for path_field in ("path", "data_dir", "data_files", "image_folder"):
             setattr(self, path_field, _with_home(getattr(self, path_field)))
         if isinstance(self.fraction, str):
-            with suppress(ValueError):  # it is refused with the fractions of the other data sets
+            # A text that is not a number stays. The mixture checks all fractions, and refuses it.
+            with suppress(ValueError):
                 self.fraction = float(self.fraction)
-        parse_filters(self.filters)
+        parse_filters(self.filters)  # raises ValueError now, not only when the data set is opened
         if isinstance(self.repeat, bool) or not isinstance(self.repeat, int) or self.repeat < 1:
             raise ValueError(f"repeat must be a whole number from 1 on, got {self.repeat!r}.")
         if self.columns:
@@ -117,7 +121,10 @@ def _checked_columns(columns: Any) -> Any:
 
 @dataclass
 class DataArguments:
-    """Options of the data. `dataset_name` and others are named as in TRL's `ScriptArguments`."""
+    """Options of the data. `dataset_name` and others are named as in TRL's `ScriptArguments`.
+
+    Raises ValueError if a value is not allowed, or if options contradict each other.
+    """
 
     dataset_name: str | None = option(
         None, f"Hub id, folder or file ({', '.join(FILES)}) to train on. DATA:SPLIT names a split."
@@ -166,7 +173,7 @@ class DataArguments:
         held_out_share = self.test_split_size
         if held_out_share is not None and not 0 < held_out_share < 1:
             raise ValueError(f"test_split_size must be between 0 and 1, got {held_out_share}.")
-        parse_filters(self.filters)
+        parse_filters(self.filters)  # raises ValueError now, not only when a data set is opened
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:

@@ -333,7 +333,10 @@ def _csv(file: str) -> Iterator[str]:
 
 
 def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
-    """Yields the rows of a table. A row with more cells than the header is a list: a bad row."""
+    """Yields the rows of a table. A row with more cells than the header is a list: a bad row.
+
+    Raises ValueError if two columns have one name, and csv.Error if the table is damaged.
+    """
     rows = csv.DictReader(lines, delimiter=separator, strict=True)
     column_names = [column_name.strip() for column_name in rows.fieldnames or [""]]
     rows.fieldnames = column_names

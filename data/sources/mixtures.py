@@ -15,7 +15,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_not_read
+from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_unused_and_changed
 from ..rows.images import ImageRules
 from ..rows.once import warn_once
 from ..rows.parse import FEATURES, ParsedRow
@@ -25,11 +25,11 @@ from .streams import endless_rows, has_images, stream, stream_report, valid_rows
 from .table import (
     CheckedTable,
     RowReader,
-    check_rows,
     measure,
     require_valid_rows,
+    require_valid_table,
     rows_on_access,
-    valid_table,
+    sift_rows,
 )
 
 
@@ -68,7 +68,7 @@ def load_data(
 ) -> TrainingData:
     """Loads and mixes the data sets of `arguments`, checks every row, and drops rows too long.
 
-    The images of data in memory are decoded as [`check_rows`] says. The processes share this work,
+    The images of data in memory are decoded as [`sift_rows`] says. The processes share this work,
     so all of them must call this function at the same time. If the data sets have fractions, the
     mixture is the largest one with these shares that repeats no row more often than `repeat` says.
 
@@ -110,7 +110,7 @@ def load_data(
     else:
         mixture, held_out = _mix_tables(sources, fractions, checks, seed, split_size)
     if held_out_source:
-        held_out = _prepare(held_out_source, checks, "eval")
+        held_out = _check_and_prepare(held_out_source, checks, "eval")
     if need_images:
         _require_images(mixture)
     held_out_rows = None
@@ -151,11 +151,11 @@ def prepare_rows(
     if is_prepared(data):
         prepared = _without_long_rows(data, checks, name, split)
     else:
-        prepared = _prepare(Source(name, ImageRules(), data), checks, split)
+        prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
     if need_images:
         _require_images(prepared)
     [report] = prepared.reports
-    log_not_read(logger, name, report.left_out, report.changed)
+    log_unused_and_changed(logger, name, report.left_out, report.changed)
     if report.dropped:
         dropped_count = f"{len(report.dropped):,} of {report.found:,} rows"
         logger.warning(f"{name}: {dropped_count} dropped. First: {report.dropped[0]}")
@@ -170,11 +170,15 @@ def _mix_streams(
     seed: int,
     buffer_size: int,
 ) -> _PreparedRows:
-    """Mixes streams to one without end."""
-    # A list, since looking for images also checks the first rows of each source.
-    with_images = [has_images(source, checks) for source in sources]
+    """Mixes streams to one without end. Reads and checks the first rows of each.
+
+    Raises ValueError if the first rows of a stream cannot be used.
+    """
+    # A list, since `any` of a generator would leave the streams after the first image unchecked.
+    have_images = [has_images(source, checks) for source in sources]
     reports = [stream_report(source, checks, "train") for source in sources]
-    # Endless: the Trainer counts batches from the start, and resumes no stream in a later pass.
+    # The rows have no end, because the Trainer counts batches from the start, and resumes no stream
+    # in a later pass.
     rows = stream(
         endless_rows,
         sources=sources,
@@ -183,7 +187,7 @@ def _mix_streams(
         seed=seed,
         size=buffer_size,
     )
-    return _PreparedRows(rows, reports, any(with_images))
+    return _PreparedRows(rows, reports, any(have_images))
 
 
 def _mix_tables(
@@ -193,18 +197,23 @@ def _mix_tables(
     seed: int,
     split_size: float | None,
 ) -> tuple[_PreparedRows, _PreparedRows | None]:
-    """Draws rows in memory from each source, and holds out a share of them if asked to."""
+    """Draws rows in memory from each source, and holds out a share of them if asked to.
+
+    Returns the rows to train on, and the held-out rows or None.
+
+    Raises ValueError as [`require_valid_table`] does, also for the held-out rows.
+    """
     reader = RowReader(sources)
     tables = []
     reports = []
     for part in range(len(sources)):
-        checked = valid_table(reader, part, checks, "train")
+        checked = require_valid_table(reader, part, checks, "train")
         tables.append(checked.table)
         reports.append(checked.report)
     row_counts = list(map(len, tables))
     names = [source.name for source in sources]
     repeats = [source.repeat for source in sources]
-    warning = _unused_rows(names, row_counts, repeats, fractions)
+    warning = _warning_of_unused_rows(names, row_counts, repeats, fractions)
     if warning:
         logger.warning(warning)
     used_counts = _counts_of_mixture(row_counts, repeats, fractions)
@@ -217,27 +226,27 @@ def _mix_tables(
         mixed_table, held_out_table = _split(mixed_table, split_size, seed)
         # Any file is allowed here: links that leave the image folder were checked with all rows.
         held_out_source = Source("held out of training", ImageRules(), held_out_table)
-        checked = check_rows(held_out_table, reader, held_out_source, checks, "eval")
+        checked = sift_rows(held_out_table, reader, held_out_source, checks, "eval")
         require_valid_rows(checked, held_out_source, checks)
         held_out = _in_memory(checked, reader)
         used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
     for report, used_count in zip(reports, used_counts, strict=True):
         report.used = used_count
-    with_images = any(report.images for report in reports)
-    return _PreparedRows(rows_on_access(mixed_table, reader), reports, with_images), held_out
+    any_has_images = any(report.images for report in reports)
+    return _PreparedRows(rows_on_access(mixed_table, reader), reports, any_has_images), held_out
 
 
-def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
+def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
     """Checks the rows of one source, or the first rows of a stream.
 
-    Raises ValueError as [`valid_table`] and [`has_images`] do.
+    Raises ValueError as [`require_valid_table`] and [`has_images`] do.
     """
     if isinstance(source.data, IterableDataset):
         rows = stream(valid_rows, source=source, checks=checks)
         report = stream_report(source, checks, split)
         return _PreparedRows(rows, [report], has_images(source, checks))
     reader = RowReader((source,))
-    return _in_memory(valid_table(reader, 0, checks, split), reader)
+    return _in_memory(require_valid_table(reader, 0, checks, split), reader)
 
 
 def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
@@ -276,7 +285,10 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
 
 
 class ShortRows:
-    """Says which prepared rows of a stream are not too long, and records the others."""
+    """Says which prepared rows of a stream are not too long, and records the others.
+
+    Calling it raises ValueError after more than `MANY_ROWS` long rows without another between them.
+    """
 
     def __init__(self, name: str, checks: Checks):
         self._name = name
@@ -334,7 +346,7 @@ def _drawn_rows(row_count: int, drawn_count: int, seed: list[int]) -> list[int]:
     return sorted([*range(row_count)] * repetitions + shuffled[:remainder].tolist())
 
 
-def _unused_rows(
+def _warning_of_unused_rows(
     names: Sequence[str], counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
 ) -> str | None:
     """Returns a warning if fractions leave rows out, or None.

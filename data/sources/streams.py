@@ -105,7 +105,7 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
         ValueError: Too many rows are bad, or no row is left.
     """
     is_empty = True
-    for row in _valid(source, checks):
+    for row in _checked_rows(source, checks):
         is_empty = False
         for warning in _warnings(row):
             warn_once(f"{source.name}: {warning}.")
@@ -137,7 +137,7 @@ def has_images(source: Source, checks: Checks) -> bool:
     Raises:
         ValueError: Too many of these rows are bad, or most show images that are not read.
     """
-    rows = list(_valid(source, checks, _FIRST))
+    rows = list(_checked_rows(source, checks, _FIRST))
     image_count = 0
     unread_counts = Counter[str]()
     for row in rows:
@@ -148,10 +148,13 @@ def has_images(source: Source, checks: Checks) -> bool:
     return image_count > 0
 
 
-def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[ParsedRow]:
+def _checked_rows(source: Source, checks: Checks, first: int | None = None) -> Iterator[ParsedRow]:
     """Yields the valid rows of a stream.
 
-    If `first` is given, only so many rows are read, and their images are opened too.
+    If `first` is given, only so many rows are read, and their images are opened too. Records the
+    dropped rows in their file.
+
+    Raises ValueError if more rows are bad than may be skipped.
     """
     allowed_share = share_of_bad_rows(checks.bad_rows, source)
     bad_rows: list[DroppedRow] = []

@@ -95,7 +95,7 @@ class CheckedTable:
     report: SourceReport
 
 
-def valid_table(reader: RowReader, part: int, checks: Checks, split: str) -> CheckedTable:
+def require_valid_table(reader: RowReader, part: int, checks: Checks, split: str) -> CheckedTable:
     """Reads and checks one of the reader's sources.
 
     Args:
@@ -109,7 +109,7 @@ def valid_table(reader: RowReader, part: int, checks: Checks, split: str) -> Che
             are not read.
     """
     source = reader.sources[part]
-    checked = check_rows(all_rows(source, part, checks), reader, source, checks, split)
+    checked = sift_rows(all_rows(source, part, checks), reader, source, checks, split)
     require_valid_rows(checked, source, checks)
     report = checked.report
     row_checks.warn_of_captions(source.name, report.forms)
@@ -146,10 +146,12 @@ def require_valid_rows(checked: CheckedTable, source: Source, checks: Checks) ->
         raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
 
 
-def check_rows(
+def sift_rows(
     table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
 ) -> CheckedTable:
-    """Returns the valid rows of a table, perhaps none, and the report of all its rows.
+    """Leaves out bad and too long rows. Returns the others, perhaps none, and a report of all.
+
+    It raises nothing for bad rows: see [`require_valid_rows`].
 
     All images are opened if no bad row is allowed, `check_images` is set, the rows are held out, or
     there are at most `MANY_ROWS` rows with images. Otherwise `MANY_ROWS` rows are drawn at random,
@@ -200,7 +202,7 @@ def _image_problems(
 ) -> dict[int, Problem]:
     """Returns by number the rows with images that cannot be read.
 
-    [`check_rows`] says which images are opened. The files of the others are only looked for.
+    [`sift_rows`] says which images are opened. The files of the others are only looked for.
     """
     has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
     row_numbers = np.flatnonzero(has_images & ~_is_refused(table))

@@ -48,15 +48,15 @@ def probe(
     """
     parts = find_parts(model)
     config = parts.model.config
-    interface = InterfaceProbe(parts)
-    depth = DepthProbe(parts.decoder.layers, parts.decoder.norm)
+    interface_probe = InterfaceProbe(parts)
+    depth_probe = DepthProbe(parts.decoder.layers, parts.decoder.norm)
     special_ids = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
     token_counts = torch.zeros(len(KINDS), dtype=torch.long)
     sample_count = 0
     for batch in batches:
         inputs = model_inputs(parts, batch)
-        kind_masks = _measure_pass(parts, inputs, special_ids, interface, depth)
-        interface.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
+        kind_masks = _measure_pass(parts, inputs, special_ids, interface_probe, depth_probe)
+        interface_probe.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
         token_counts += kind_masks.sum(-1).cpu()
         sample_count += len(inputs["input_ids"])
     tokens = {}
@@ -68,19 +68,19 @@ def probe(
             f"None of the {sample_count} sequences has a visual token (config.image_token_id, "
             f"{config.image_token_id}). Put it into the prompts, as the processor does."
         )
-    interface_norms = interface.result(depth.norm_received())
+    interface_norms = interface_probe.result(depth_probe.norm_received())
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
-        dtype=_precision(parts),
+        dtype=_precision_name(parts),
         hidden_size=config.get_text_config().hidden_size,
         projector=parts.projector_name,
         data=data,
         samples=sample_count,
         tokens=tokens,
         interface=interface_norms,
-        depth=depth.result(),
-        left_out=_left_out(parts, interface_norms),
+        depth=depth_probe.result(),
+        left_out=_unmeasured(parts, interface_norms),
         norm=config.projector_norm if config.model_type == "normalign_llava" else None,
     )
 
@@ -102,7 +102,7 @@ def _measure_pass(
     return masks()
 
 
-def _precision(parts: Parts) -> str:
+def _precision_name(parts: Parts) -> str:
     """Names the dtype or the quantization of the decoder's weights."""
     model = parts.model
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
@@ -111,7 +111,7 @@ def _precision(parts: Parts) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
-def _left_out(parts: Parts, norms: Interface) -> list[str]:
+def _unmeasured(parts: Parts, norms: Interface) -> list[str]:
     """Returns sentences about what was not measured."""
     left_out = []
     if parts.projector is None:

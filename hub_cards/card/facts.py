@@ -75,7 +75,7 @@ class Facts:
         parts: The models that it was built from.
         data: The data sets that it was trained on, each once.
         gain: Mean magnitude of the norm's gain and bias, and the gain's start, as in `report.json`.
-        moved: Whether the norm differs from a newly built one; None if that is not known.
+        norm_moved: Whether the norm differs from a newly built one; None if that is not known.
         diagnosis: `report.json` without samples.
         figures: What `report.json` says of the figures in the card.
         evaluations: The results on all tasks.
@@ -93,7 +93,7 @@ class Facts:
         self.stages = _stages(checkpoint)
         self.parts = _parts(self.build)
         self.data = _training_data(self.stages)
-        self.gain, self.moved = _read_gain(checkpoint, self.config)
+        self.gain, self.norm_moved = _read_gain(checkpoint, self.config)
         self.diagnosis = read_public_report(checkpoint)
         self.figures = []
         for figure in self.diagnosis.get("figures", ()):
@@ -123,7 +123,7 @@ class Facts:
         return _hub_id(self.stages[-1]["options"].get("model_name_or_path"))
 
     @property
-    def stale(self) -> bool:
+    def report_is_stale(self) -> bool:
         """Whether the diagnosis is of other weights: another norm, or a gain more than 1 % away."""
         report = self.diagnosis.get("report") or {}
         norm = self.setting("projector_norm")
@@ -140,7 +140,7 @@ class Facts:
 def _read_gain(
     checkpoint: Path, config: NormAlignLlavaConfig | None
 ) -> tuple[dict[str, float | None], bool | None]:
-    """Reads the norm, and returns [`Facts`]' `gain` and `moved`."""
+    """Reads the norm, and returns [`Facts`]' `gain` and `norm_moved`."""
     norm = {}
     for tensor_name, tensor in read_norm(checkpoint).items():
         norm[tensor_name.rpartition(".")[2]] = tensor.double()

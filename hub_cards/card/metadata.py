@@ -156,7 +156,10 @@ def is_ours(card: str) -> bool:
 
 
 def added_metadata(card: str) -> dict[str, Any]:
-    """Returns the fields of a card's front matter that this package did not derive."""
+    """Returns the fields of a card's front matter that this package did not derive.
+
+    Raises ValueError if the front matter cannot be read.
+    """
     derived: list[str] = []
     mark = _OURS.search(card)
     if mark:

@@ -49,9 +49,8 @@ def render_card(
         ValueError: A record in the folder, or the author's part of a card, is not valid.
     """
     remedy = "Fix or remove training.json, build.json, or what is in diagnostics/ and evaluation/."
-    with refuse_unreadable(
-        f"What {checkpoint} records of itself", remedy=remedy
-    ):  # fields of any type
+    # A record may have fields of any type, so reading them may raise any error.
+    with refuse_unreadable(f"What {checkpoint} records of itself", remedy=remedy):
         facts = Facts(checkpoint)
         if not with_gguf:
             facts.gguf = {}
@@ -84,7 +83,7 @@ def render_card(
             link=link,
             part_link=part_link,
         )
-        ModelCard(card_text)  # the Hub's own reading of it
+        ModelCard(card_text)  # raises ValueError if the Hub's client cannot read the front matter
     return Card(card_text, _warnings(facts, base, matter, edits.unused))
 
 
@@ -113,7 +112,7 @@ def _licensed_parts(facts: Facts, base: Part | None) -> list[Part]:
     parts = [*facts.parts, *facts.data]
     if base is not None and not facts.parts:
         parts.insert(0, base)
-    if facts.moved and not facts.stages:
+    if facts.norm_moved and not facts.stages:
         parts.append(Part("data", "what it was trained on"))
     return parts
 
@@ -133,11 +132,11 @@ def _warnings(facts: Facts, base: Part | None, matter: FrontMatter, unused: list
             f"Text by hand on the Hub is kept: {', '.join(unused)}. The folder's is not used."
         )
     is_built = facts.build and not facts.build.get("from_llava")
-    if is_built and facts.moved is False and not facts.stages:
+    if is_built and facts.norm_moved is False and not facts.stages:
         warnings.append(
             f"{facts.name} was never trained: its projector is random, so it cannot see yet."
         )
-    if facts.stale:
+    if facts.report_is_stale:
         warnings.append(
             f"diagnostics/report.json was made with other weights than {facts.name} has, and the "
             "card shows its figures. Diagnose again, or remove diagnostics/."

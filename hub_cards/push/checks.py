@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils.hub import cached_files
 
-from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, find_checkpoint
+from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, require_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..card.facts import Part
@@ -74,7 +74,7 @@ def check_private(source: PublishSource, token: str) -> None:
     patterns = [_HUB_TOKEN, *map(re.escape, longest_first)]
     if token:
         patterns.insert(0, re.escape(token))
-    private = re.compile("|".join(patterns))
+    private_pattern = re.compile("|".join(patterns))
     faults = []
     for repo_path, content in source.files.items():
         if isinstance(content, Path):
@@ -84,7 +84,7 @@ def check_private(source: PublishSource, token: str) -> None:
             continue
         else:
             text = content.decode("utf-8", "replace")
-        for occurrence in private.finditer(text):
+        for occurrence in private_pattern.finditer(text):
             secret = occurrence[0]
             line_number = text.count("\n", 0, occurrence.start()) + 1
             if secret in local_paths:
@@ -152,7 +152,7 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
         raise ValueError(f"The adapter's base is a folder, so nobody can load it. {_PUBLISH_BASE}")
     if not ask_hub:
         return base_part
-    base, base_commit = find_checkpoint(base_part.name, base_part.revision, remedy=_PUBLISH_BASE)
+    base, base_commit = require_checkpoint(base_part.name, base_part.revision, remedy=_PUBLISH_BASE)
     base_config = check_files(base, base_commit)
     code_files = cached_files(
         base, CODE, revision=base_commit, _raise_exceptions_for_missing_entries=False

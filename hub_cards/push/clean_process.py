@@ -95,7 +95,10 @@ def difference(before: list[float], after: list[float]) -> str | None:
 
 
 def first_logits(model: Any, processor: Any) -> list[float]:
-    """Returns the logits of the first token of a model's answer to a fixed image and question."""
+    """Returns the logits of the first token of a model's answer to a fixed image and question.
+
+    Raises ValueError if they are not finite.
+    """
     ramp = Image.linear_gradient("L")
     picture = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
     content = [

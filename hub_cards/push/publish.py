@@ -91,31 +91,32 @@ def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Pub
     check_free(checkpoint)
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     _check_options(checkpoint, is_adapter, options)
-    merges = is_adapter and not options.as_adapter
-    repository = _open_repository(repo_id, merges, options)
+    needs_merge = is_adapter and not options.as_adapter
+    repository = _require_repository(repo_id, needs_merge, options)
     space = None
     if options.space and not options.dry_run:
         space = require_own_space(repository.api, repo_id, options.replace_files)
     if not options.replace_card:
         check_replaceable(read_card(checkpoint), str(checkpoint))
         check_replaceable(repository.card, repo_id)
-    access: dict[str, Any] = {"token": repository.api.token or None}
+    # How a clean process gets at the model: arguments of `ask_clean_process`.
+    loading_options: dict[str, Any] = {"token": repository.api.token or None}
     base = None
     if options.as_adapter:
         base = require_pinned_base(checkpoint, options.base, ask_hub=not options.dry_run)
-        access["base"] = base.hub_id
-        access["base_revision"] = base.revision
-    with _model_folder(checkpoint, merges, options) as folder:
-        source = _checked_source(folder, repository, base, options)
+        loading_options["base"] = base.hub_id
+        loading_options["base_revision"] = base.revision
+    with _merged_if_needed(checkpoint, needs_merge, options) as folder:
+        source = _render_and_choose(folder, repository, base, options)
         if options.dry_run:
-            _finish_dry_run(folder, access, options)
+            _finish_dry_run(folder, loading_options, options)
             return Publication(source, repository)
         added = additions(source.files)
-        removed_paths = _files_to_remove(repository, added, options.replace_files)
+        removed_paths = _checked_removals(repository, added, options.replace_files)
         folder_logits = None
         if options.check_loading:
             options.notify("Loading it in a clean process.")
-            folder_logits = ask_clean_process(folder, **access)
+            folder_logits = ask_clean_process(folder, **loading_options)
         options.notify(f"Sending what {repo_id} lacks of {len(source.files)} files.")
         new_commit = push(
             repository, added, removed_paths, private=options.private, create_pr=options.create_pr
@@ -126,7 +127,7 @@ def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Pub
         )
     else:
         options.notify(f"Loading {repo_id} in the same way, at {new_commit.oid}.")
-        _check_commit(repository, new_commit, folder_logits, access)
+        _check_commit(repository, new_commit, folder_logits, loading_options)
     space_page = None
     if space is not None:
         space_page = push_space(space, repo_id, new_commit.oid, options.notify)
@@ -149,7 +150,7 @@ def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) 
         raise ValueError(f"A Space needs a published whole model. {remedy}.")
 
 
-def _open_repository(repo_id: str, merges: bool, options: PublishOptions) -> Repository:
+def _require_repository(repo_id: str, needs_merge: bool, options: PublishOptions) -> Repository:
     """Reads the repository. A dry run does not, and returns one without files.
 
     Raises ValueError if its visibility is not the requested one. Merging an adapter takes long, so
@@ -162,15 +163,17 @@ def _open_repository(repo_id: str, merges: bool, options: PublishOptions) -> Rep
     if repository.commit and options.private not in (None, repository.private):
         visibility = "private" if repository.private else "public"
         raise ValueError(f"{repo_id} is {visibility}. Change that in its settings on the Hub.")
-    if merges and not options.replace_files:
+    if needs_merge and not options.replace_files:
         check_files_of_others(repository)
     return repository
 
 
 @contextmanager
-def _model_folder(checkpoint: Path, merges: bool, options: PublishOptions) -> Iterator[Path]:
+def _merged_if_needed(
+    checkpoint: Path, needs_merge: bool, options: PublishOptions
+) -> Iterator[Path]:
     """Yields the folder to publish: the checkpoint, or a temporary folder with the merged model."""
-    if not merges:
+    if not needs_merge:
         yield checkpoint
         return
     from ...assembly.merge import merge_adapter
@@ -185,7 +188,7 @@ def _model_folder(checkpoint: Path, merges: bool, options: PublishOptions) -> It
         yield merged_folder
 
 
-def _checked_source(
+def _render_and_choose(
     folder: Path, repository: Repository, base: Part | None, options: PublishOptions
 ) -> PublishSource:
     """Checks a folder, renders its card, and chooses and checks the files to send.
@@ -195,6 +198,9 @@ def _checked_source(
         repository: The repository, whose card may have text by hand.
         base: The base that an adapter is pinned to.
         options: The options of the publication.
+
+    Raises:
+        ValueError: The folder is not a valid checkpoint, or has what must not be published.
     """
     check_checkpoint(folder)
     card = render_card(
@@ -219,21 +225,27 @@ def _checked_source(
     return source
 
 
-def _finish_dry_run(folder: Path, access: dict[str, Any], options: PublishOptions) -> None:
-    """Loads the folder if that needs no base from the Hub, and says that the checks are passed."""
+def _finish_dry_run(folder: Path, loading_options: dict[str, Any], options: PublishOptions) -> None:
+    """Loads the folder if that needs no base from the Hub, and says that the checks are passed.
+
+    Raises ValueError if the folder does not load.
+    """
     conclusion = "It passed the checks."
-    if options.check_loading and "base" not in access:
+    if options.check_loading and "base" not in loading_options:
         options.notify("Loading it in a clean process.")
-        ask_clean_process(folder, **access)
+        ask_clean_process(folder, **loading_options)
     else:
         conclusion += " It was not loaded."
     options.notify(conclusion)
 
 
-def _files_to_remove(
+def _checked_removals(
     repository: Repository, added: list[CommitOperationAdd], replace_files: bool
 ) -> list[str]:
-    """Returns what the commit removes. Raises ValueError if files of others stand in the way."""
+    """Returns the paths that the commit removes: stale files, and files of others to replace.
+
+    Raises ValueError if files of others stand in the way and must not be replaced.
+    """
     if not replace_files:
         check_files_of_others(repository, added)
     sent_paths = {addition.path_in_repo for addition in added}
@@ -242,12 +254,12 @@ def _files_to_remove(
 
 
 def _check_commit(
-    repository: Repository, commit: CommitInfo, logits: list[float], access: dict[str, Any]
+    repository: Repository, commit: CommitInfo, logits: list[float], loading_options: dict[str, Any]
 ) -> None:
     """Raises OSError unless a commit loads, and answers with the logits of the folder."""
     repo_id = repository.repo_id
     try:
-        commit_logits = ask_clean_process(repo_id, revision=commit.oid, **access)
+        commit_logits = ask_clean_process(repo_id, revision=commit.oid, **loading_options)
         problem = difference(logits, commit_logits)
     except (OSError, ValueError) as error:
         problem = str(error)

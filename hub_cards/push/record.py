@@ -10,7 +10,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoint.files import CARD
 from .repository import RECORD, Repository
-from .source import is_read, is_written
+from .source import is_read_with_model, is_written_by_package
 
 
 def additions(files: Mapping[str, bytes | Path]) -> list[CommitOperationAdd]:
@@ -41,7 +41,8 @@ def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> 
     sent_paths = {addition.path_in_repo for addition in added}
     stale_paths = []
     for repo_path in repository.files:
-        if repo_path not in sent_paths and is_written(repo_path) and repository.wrote(repo_path):
+        is_ours = is_written_by_package(repo_path) and repository.is_as_published(repo_path)
+        if is_ours and repo_path not in sent_paths:
             stale_paths.append(repo_path)
     return sorted(stale_paths)
 
@@ -52,18 +53,22 @@ def files_of_others(
     """Returns the files that others wrote or changed, and that stand in the way of a publication.
 
     They would be overwritten with another content, or be read together with the model. Without
-    `added`, it returns only the files that are read, whatever is sent. A model's card does not
-    count, since a mark in it says who wrote it.
+    `added`, only the files that would be read are returned, whatever is sent. A model's card does
+    not count, since a mark in the card says who wrote it.
     """
     is_model = repository.kind == "model"
+    # The Hub names a content by one of several ids. `content_ids` says why.
     sent_ids = content_ids(added or ())
     obstacles = []
     for repo_path, content_id in sorted(repository.files.items()):
-        is_card = is_model and repo_path == CARD
-        is_same = content_id in sent_ids.get(repo_path, ())
-        if is_card or is_same or repository.wrote(repo_path):
-            continue
-        if repo_path in sent_ids or (is_model and is_read(repo_path)):
+        would_be_overwritten = repo_path in sent_ids
+        would_be_read = is_model and is_read_with_model(repo_path)
+        may_be_replaced = (
+            repository.is_as_published(repo_path)
+            or content_id in sent_ids.get(repo_path, ())  # the same content is sent
+            or (is_model and repo_path == CARD)
+        )
+        if (would_be_overwritten or would_be_read) and not may_be_replaced:
             obstacles.append(repo_path)
     return obstacles
 

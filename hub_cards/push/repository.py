@@ -57,8 +57,8 @@ class Repository:
     written: Mapping[str, Sequence[str]] = field(default_factory=dict)
     card: str | None = None
 
-    def wrote(self, path: str) -> bool:
-        """Returns whether this package wrote a file, and nobody has changed it since."""
+    def is_as_published(self, path: str) -> bool:
+        """Returns whether this package published a file, and nobody has changed it since."""
         return self.files[path] in self.written.get(path, ())
 
     @property

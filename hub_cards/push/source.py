@@ -113,25 +113,25 @@ def choose_files(
         ValueError: The weights, the report of a diagnosis or a notice are not valid.
     """
     folder = folder.resolve()
-    loaded = {weight_file.name for weight_file in weight_files(folder)}
-    if WEIGHTS not in loaded:
-        loaded.add(INDEX)
-    figures: set[str] = set()
-    replaced = dict(generated)
+    weight_paths = {weight_file.name for weight_file in weight_files(folder)}
+    if WEIGHTS not in weight_paths:
+        weight_paths.add(INDEX)
+    figure_paths: set[str] = set()
+    generated_contents = dict(generated)
     report = read_public_report(folder)
     if report:
-        replaced[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
-        figures = {f"{DIAGNOSTICS}/{figure['file']}" for figure in report["figures"]}
-    wanted = loaded | figures
+        generated_contents[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
+        figure_paths = {f"{DIAGNOSTICS}/{figure['file']}" for figure in report["figures"]}
+    needed_paths = weight_paths | figure_paths
     if with_gguf:
-        wanted |= _gguf_paths(folder)
+        needed_paths |= _gguf_paths(folder)
     files_here: dict[str, bytes | Path] = {}
     excluded = []
     for local_path in _paths(folder):
         repo_path = local_path.relative_to(folder).as_posix()
         if local_path.is_dir():
             excluded.append(f"{repo_path}/")
-        elif not _is_sent(local_path, repo_path, wanted):
+        elif not _is_sent(local_path, repo_path, needed_paths):
             excluded.append(repo_path)
         elif _is_notice(repo_path):
             files_here[repo_path] = read_notice(local_path)
@@ -139,7 +139,7 @@ def choose_files(
             files_here[repo_path] = local_path
         else:
             files_here[repo_path] = local_path.read_bytes()
-    files = dict(sorted({**files_here, **replaced}.items()))
+    files = dict(sorted({**files_here, **generated_contents}.items()))
     sizes = {}
     for repo_path, content in files.items():
         sizes[repo_path] = content.stat().st_size if isinstance(content, Path) else len(content)
@@ -204,12 +204,12 @@ def read_notice(file: Path) -> bytes:
     return content
 
 
-def is_written(path: str) -> bool:
+def is_written_by_package(path: str) -> bool:
     """Returns whether this package or transformers writes files at a path in a repository."""
     return _matches(path, WRITTEN)
 
 
-def is_read(path: str) -> bool:
+def is_read_with_model(path: str) -> bool:
     """Returns whether a file at a path in a repository would be read with the model, or for it."""
     return _matches(path, READ)
 

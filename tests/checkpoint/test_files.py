@@ -376,10 +376,10 @@ def test_commands_name_the_process_that_writes_to_their_folder(prepared, tmp_pat
 CLIENT = """
 import json, sys
 from huggingface_hub import hf_hub_download
-from normalign_llava.checkpoint.files import find_model
+from normalign_llava.checkpoint.files import require_model
 for name, revision in json.load(sys.stdin):
     try:
-        said, _ = find_model(name, revision)
+        said, _ = require_model(name, revision)
         hf_hub_download(name, "config.json")
     except ValueError as error:
         said = str(error)
@@ -436,14 +436,14 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
 
 def test_a_name_in_the_home_folder_is_a_folder_there(model_path, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert files.find_model("~/model") == (str(model_path), None)
+    assert files.require_model("~/model") == (str(model_path), None)
 
 
 def test_a_folder_whose_name_is_a_hub_id_too_is_the_one_that_is_here(tmp_path, monkeypatch):
     (tmp_path / "user" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert files.is_hub_id("user/model")
-    assert files.find_model("user/model") == ("user/model", None)
+    assert files.require_model("user/model") == ("user/model", None)
 
 
 CONFIG = {"config.json": "{}"}
@@ -453,24 +453,24 @@ ADAPTER = {"adapter_config.json": "{}"}
 @pytest.mark.parametrize("contents", [CONFIG, CONFIG | ADAPTER], ids=["model", "with-adapter"])
 def test_a_folder_with_a_configuration_is_a_checkpoint(tmp_path, contents):
     folder = write_files(tmp_path / "folder", contents)
-    assert files.find_checkpoint(folder) == (str(folder), None)
+    assert files.require_checkpoint(folder) == (str(folder), None)
 
 
 def test_an_adapter_is_no_checkpoint_before_it_is_merged(tmp_path):
     adapter_path = write_files(tmp_path / "adapter", ADAPTER)
     with pytest.raises(ValueError, match=f"normalign merge {adapter_path} --output"):
-        files.find_checkpoint(adapter_path)
+        files.require_checkpoint(adapter_path)
 
 
 def test_a_folder_without_a_configuration_is_no_checkpoint(tmp_path):
     folder = write_files(tmp_path / "folder", {})
     with pytest.raises(ValueError, match="folder has no config.json.* Look again"):
-        files.find_checkpoint(folder, remedy="Look again.")
+        files.require_checkpoint(folder, remedy="Look again.")
 
 
 def test_a_folder_that_is_not_there_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"none does not exist here\. Look again"):
-        files.find_checkpoint(tmp_path / "none", remedy="Look again.")
+        files.require_checkpoint(tmp_path / "none", remedy="Look again.")
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_checkpoints_of_a_run_are_named_in_order(tmp_path):
     write_files(tmp_path / "checkpoint-2", {})
     expected = ", ".join(f"checkpoint-{step}" for step in (1, 3, 4, 5, 6, 7, 8))
     with pytest.raises(ValueError, match=f"It has {expected}: name one"):
-        files.find_checkpoint(tmp_path)
+        files.require_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", "../b", "a/b c", "a/-b", ""])

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import INDEX, find_checkpoint
+from normalign_llava.checkpoint.files import INDEX, require_checkpoint
 from normalign_llava.checkpoint.opening import (
     Checkpoint,
     check_processor,
@@ -307,8 +307,8 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
 def test_a_checkpoint_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
     cache_both_commits(cached, "config.json", COMMITS_IN_JSON)
     assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
-    assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
-    assert find_checkpoint("user/lm") == ("user/lm", NEW)
+    assert require_checkpoint("user/lm", OLD) == ("user/lm", OLD)
+    assert require_checkpoint("user/lm") == ("user/lm", NEW)
 
 
 def test_an_index_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):

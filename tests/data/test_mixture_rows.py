@@ -87,7 +87,7 @@ def test_what_is_drawn_differs_between_seeds_and_data_sets(processor, tmp_path):
 def report_of_unused_rows(row_counts, repeats, fractions):
     """Returns the report on `0.json`, `1.json` and so on."""
     names = [f"{number}.json" for number in range(len(row_counts))]
-    return mixtures._unused_rows(names, row_counts, repeats, fractions)
+    return mixtures._warning_of_unused_rows(names, row_counts, repeats, fractions)
 
 
 @pytest.mark.parametrize(

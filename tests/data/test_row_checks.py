@@ -20,11 +20,11 @@ from normalign_llava.data.rows.checks import (
     check_share,
     counted,
     encoded,
-    log_not_read,
-    not_read,
+    log_unused_and_changed,
     parse_rows,
     share_of_bad_rows,
     too_many,
+    unused_and_changed,
     warn_of_captions,
 )
 from normalign_llava.data.rows.forms import PROMPT
@@ -217,7 +217,7 @@ def test_columns_that_look_used_come_first_and_those_about_a_row_last():
         "caption": 1200,
         "more": 5,
     }
-    assert not_read(left_out, {"b": 1, "a": 2}) == {
+    assert unused_and_changed(left_out, {"b": 1, "a": 2}) == {
         "columns not used": "caption, like an answer (1,200 rows), photo, like an image (1 row), "
         "more (5 rows), tools (3 rows), id, score",
         "note": "a (2 rows), b (1 row)",
@@ -225,15 +225,15 @@ def test_columns_that_look_used_come_first_and_those_about_a_row_last():
 
 
 def test_nothing_is_reported_of_rows_without_columns_that_are_left_out():
-    assert not_read({}, {}) == {}
+    assert unused_and_changed({}, {}) == {}
     assert counted({}) == ""
 
 
 def test_only_columns_that_look_used_are_a_warning(caplog):
     logger = logging.getLogger(__name__)
     caplog.set_level("INFO")
-    log_not_read(logger, "mine", {"tools": 1}, {"one turn": 2})
-    log_not_read(logger, "mine", {"tools": 1, "caption": 1}, {})
+    log_unused_and_changed(logger, "mine", {"tools": 1}, {"one turn": 2})
+    log_unused_and_changed(logger, "mine", {"tools": 1, "caption": 1}, {})
     levels = [record.levelname for record in caplog.records]
     assert levels == ["INFO", "WARNING", "WARNING"]
 

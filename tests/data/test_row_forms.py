@@ -9,7 +9,7 @@ from train_data import assistant, llava, user
 from normalign_llava.data.rows.forms import (
     PROMPT,
     image_name,
-    is_about,
+    is_about_row,
     looks_like,
     proposal,
     read_row,
@@ -889,12 +889,12 @@ OTHER_ABOUT_NAMES = [
 
 @pytest.mark.parametrize("name", [*ABOUT_NAMES.split(), *OTHER_ABOUT_NAMES])
 def test_a_column_is_about_a_row_by_its_name(name):
-    assert is_about(name)
+    assert is_about_row(name)
 
 
 @pytest.mark.parametrize("name", ["ideas", "answer", "urlx", "name of it", "hints", "page"])
 def test_a_column_of_another_name_is_not_about_a_row(name):
-    assert not is_about(name)
+    assert not is_about_row(name)
 
 
 def unread_image_in(text) -> str | None:

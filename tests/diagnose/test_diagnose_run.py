@@ -240,7 +240,17 @@ def test_files_of_a_diagnosis_are_the_ones_beside_its_report_with_its_names(tmp_
     assert run._written(tmp_path) == own_names | {"report.json"}
 
 
-@pytest.mark.parametrize("line", ["{", '{"visual": 0.1}', "3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"visual": 0.1}',
+        "3",
+        '{"step": "1", "visual": [], "text": []}',
+        '{"step": 1, "visual": ["0.5"], "text": []}',
+        '{"step": 1, "visual": [], "text": 0.5}',
+    ],
+)
 def test_dynamics_that_training_did_not_write_are_named(tmp_path, line):
     assert read_dynamics(tmp_path / DYNAMICS) == []
     (tmp_path / DYNAMICS).write_text(line)

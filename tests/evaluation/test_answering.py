@@ -258,7 +258,7 @@ def test_answers_end_with_the_model_s_positions(model, processor, conversation, 
     assert answers(model, processor, [conversation], 1) == ["A"]
     stream = AnswerStream(model, processor, inputs, 6)
     assert "".join(stream) == "AA"
-    assert stream.ids.shape[1] == prompt_length + 2
+    assert stream.token_ids.shape[1] == prompt_length + 2
 
 
 @pytest.mark.usefixtures("says_only_a")
@@ -283,7 +283,7 @@ def test_special_tokens_are_no_part_of_a_stream(model, processor, conversation):
     with allowing_only(model, processor, "<|im_start|>"):
         stream = AnswerStream(model, processor, model_inputs(processor, [conversation]), 3)
         assert list(stream) == []
-        assert stream.ids[0, -3:].unique().numel() == 1
+        assert stream.token_ids[0, -3:].unique().numel() == 1
 
 
 @pytest.mark.usefixtures("says_only_a")
@@ -312,9 +312,9 @@ def test_answers_in_a_batch_are_the_ones_of_generate(model, processor, conversat
 def test_the_answer_of_a_stream_is_the_one_of_generate(model, processor, conversation, checkpoint):
     expected, *_ = generate(checkpoint, QUESTION, IMAGE)
     stream = AnswerStream(model, processor, model_inputs(processor, [conversation]), 8)
-    assert stream.ids is None
+    assert stream.token_ids is None
     assert "".join(stream) == expected
-    assert stream.ids.shape[0] == 1
+    assert stream.token_ids.shape[0] == 1
 
 
 def test_a_stream_that_is_closed_stops(model, processor, conversation, monkeypatch):

@@ -542,7 +542,7 @@ def test_of_an_adapter_the_norm_is_measured_and_its_settings_are_those_of_traini
         "mean_abs": 0.375,
         "bias_mean_abs": None,
     }
-    assert card_facts.moved is None
+    assert card_facts.norm_moved is None
     assert card_facts.config is None
     assert card_facts.setting("text_embedding_norm") == 3.2  # beside what was changed
     assert card_facts.setting("projector_norm") == "layer_norm"
@@ -554,7 +554,7 @@ def test_a_norm_without_a_bias_is_as_it_was_built(folder):
     stored.store(folder, weights)
     card_folder.edit(folder / "config.json", projector_norm="rms_norm")
     card_facts = Facts(folder)
-    assert card_facts.moved is False
+    assert card_facts.norm_moved is False
     assert card_facts.gain["bias_mean_abs"] is None
     assert card_facts.gain["mean_abs"] == pytest.approx(card_facts.gain["start"])
 
@@ -571,7 +571,7 @@ def test_what_records_do_not_say_is_empty(full, monkeypatch):
     card_facts = Facts(Path("."))
     assert card_facts.name == full.name
     assert card_facts.data == []
-    assert not card_facts.stale
+    assert not card_facts.report_is_stale
     assert card_facts.stages == [{"stage": "align", "versions": {}, "options": {}}]
     assert [part.licence for part in card_facts.parts] == [{}, {}]
     assert card_facts.started_from is None

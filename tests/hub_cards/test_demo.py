@@ -522,7 +522,7 @@ def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
         opened_checkpoints.append(arguments)
         return opened
 
-    monkeypatch.setattr(demo, "find_checkpoint", lambda name: (f"{name}, found", COMMIT))
+    monkeypatch.setattr(demo, "require_checkpoint", lambda name: (f"{name}, found", COMMIT))
     monkeypatch.setattr(opening, "open_checkpoint", open_checkpoint)
     run_demo("user/m")
     assert opened_checkpoints == [("user/m, found", COMMIT)]

@@ -415,7 +415,7 @@ def test_a_base_on_the_hub_must_be_given_if_the_adapter_names_none(tmp_path, nam
 @pytest.fixture
 def base_on_the_hub(folder, monkeypatch):
     """A folder that stands for the base on the Hub."""
-    monkeypatch.setattr(checks, "find_checkpoint", lambda name, revision, remedy: (folder, None))
+    monkeypatch.setattr(checks, "require_checkpoint", lambda name, revision, remedy: (folder, None))
     return folder
 
 

@@ -293,7 +293,7 @@ def full_check():
         forms={"few": 2, "most": 1230},
         files={"in/one.json": 1000, "two.json": 234},
     )
-    return DataCheck(report, [], stops=True, examples=[], has_lengths=True)
+    return DataCheck(report, [], would_stop=True, examples=[], has_lengths=True)
 
 
 def test_the_table_has_every_count(full_check):
@@ -313,7 +313,7 @@ def test_the_table_has_every_count(full_check):
 
 
 def test_the_table_says_that_training_skips_bad_rows(full_check):
-    full_check.stops = False
+    full_check.would_stop = False
     bad_rows = cells(full_check)["that cannot be trained on"]
     assert bad_rows.startswith("2 (")
     assert "skips" in bad_rows
@@ -351,7 +351,7 @@ def test_of_many_rows_training_skips_a_hundredth(tmp_path, monkeypatch, bad, sto
         raw_rows[10 * number] = llava("Q", "")
     data_path = write_json(tmp_path, raw_rows)
     checked = check(data_path)
-    assert checked.stops == stops
+    assert checked.would_stop == stops
     (fault_message,) = checked.faults
     assert ("a share of 0.01 may be bad" in fault_message) == stops
     result = command(data_path)

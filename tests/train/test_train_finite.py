@@ -176,14 +176,14 @@ class CheckedSteps:
             batch = self.batch
         self.check.check_loss(torch.tensor(loss), batch)
 
-    def is_step_finite(self, norm=1.0) -> bool:
-        return self.check.is_step_finite(self.model, norm, None)
+    def may_take_step(self, norm=1.0) -> bool:
+        return self.check.may_take_step(self.model, norm, None)
 
     def is_finite(self, norm, loss=1.0, batch=None) -> bool:
         """Whether a step of one batch is taken."""
         self.begin_step()
         self.check_loss(loss, batch)
-        return self.is_step_finite(norm)
+        return self.may_take_step(norm)
 
     def batch_without_labels(self) -> dict:
         labels = torch.full_like(self.batch["labels"], -100)
@@ -226,14 +226,14 @@ def test_a_step_is_taken_if_one_of_its_batches_has_labels(steps):
     steps.begin_step()
     steps.check_loss(1.0)
     steps.check_loss(1.0, steps.batch_without_labels())
-    assert steps.is_step_finite()
+    assert steps.may_take_step()
 
 
 def test_a_step_is_not_taken_if_none_of_its_batches_has_labels(steps):
     steps.begin_step()
     steps.check_loss(1.0, steps.batch_without_labels())
     steps.check_loss(1.0, steps.batch_without_labels())
-    assert not steps.is_step_finite()
+    assert not steps.may_take_step()
 
 
 def test_a_step_is_bad_if_one_of_its_batches_is(steps):
@@ -241,7 +241,7 @@ def test_a_step_is_bad_if_one_of_its_batches_is(steps):
     steps.check_loss(math.nan)
     steps.check_loss(1.0)
     with pytest.raises(FloatingPointError, match="first in the loss"):
-        steps.is_step_finite()
+        steps.may_take_step()
 
 
 def test_in_fp16_an_infinite_norm_is_left_to_deepspeed_and_a_bad_loss_is_not(steps, monkeypatch):
@@ -258,7 +258,7 @@ def test_a_loss_with_its_outputs_is_checked_too(steps, monkeypatch):
     loss, outputs = steps.trainer.compute_loss(steps.model, batch, return_outputs=True)
     assert loss.isfinite()
     assert outputs.logits.isfinite().all()
-    assert steps.is_step_finite()
+    assert steps.may_take_step()
 
 
 def changed_names(before, after) -> list[str]:

@@ -49,7 +49,11 @@ from normalign_llava.train.modules.model import (
     trained_parameters,
 )
 from normalign_llava.train.modules.precision import evaluating, train_in_float32
-from normalign_llava.train.modules.sharding import fill_gradients, load_sharded, prepare_sharding
+from normalign_llava.train.modules.sharding import (
+    fill_missing_gradients,
+    load_sharded,
+    prepare_sharding,
+)
 from normalign_llava.train.modules.sizes import (
     memory_shares,
     optimizer_bytes,
@@ -369,11 +373,11 @@ def test_parameters_without_a_gradient_get_zeros_in_a_step_that_has_some():
     unused = nn.Parameter(torch.ones(2))
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer = torch.optim.AdamW([{"params": [used, frozen]}, {"params": [unused]}])
-    fill_gradients(optimizer, (), {})  # a step without any
+    fill_missing_gradients(optimizer, (), {})  # a step without any
     assert used.grad is None
     assert unused.grad is None
     used.grad = torch.full((2,), 3.0)
-    fill_gradients(optimizer, (), {})
+    fill_missing_gradients(optimizer, (), {})
     assert used.grad.tolist() == [3.0, 3.0]
     assert unused.grad.tolist() == [0.0, 0.0]
     assert frozen.grad is None
@@ -804,7 +808,7 @@ def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(float1
     settled = settle_float16(model, CPU, tiny.inputs())
     assert settled.bf16 is False
     assert settled.fp16 is False
-    assert settled.is_tried is False
+    assert settled.fp16_needs_check is False
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
     assert model.packed.compute_dtype == torch.float32
     assert model.frozen.weight.dtype == torch.float32

@@ -26,7 +26,7 @@ from normalign_llava.train import settings as run_settings
 from normalign_llava.train.modules.forward import eval_frozen
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
 from normalign_llava.train.modules.model import base_model, module_of
-from normalign_llava.train.modules.sharding import fill_gradients
+from normalign_llava.train.modules.sharding import fill_missing_gradients
 from normalign_llava.train.settings import Precision
 
 
@@ -142,7 +142,7 @@ def test_under_fsdp_gradients_that_are_missing_are_filled(tmp_path, checkpoint):
     assert optimizer_hooks(trainer) == []
     trainer.optimizer = None
     trainer.is_fsdp_enabled = True
-    assert optimizer_hooks(trainer) == [fill_gradients]
+    assert optimizer_hooks(trainer) == [fill_missing_gradients]
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -639,7 +639,7 @@ def test_a_hidden_state_beyond_float16_is_infinite(half, tmp_path):
 @pytest.fixture
 def float16_is_tried(monkeypatch):
     """As on a GPU without bfloat16."""
-    precision = Precision(bf16=False, fp16=True, is_tried=True)
+    precision = Precision(bf16=False, fp16=True, fp16_needs_check=True)
     monkeypatch.setattr(run_settings, "choose_precision", lambda given, use_cpu: precision)
 
 

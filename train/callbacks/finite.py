@@ -82,12 +82,13 @@ class FiniteCheck(TrainerCallback):
             self._counts[2] += (labels != _IGNORED).sum().to(device)
         self._batches.append(batch)
 
-    def is_step_finite(
+    def may_take_step(
         self, model: nn.Module, total_norm: Tensor | float | None, scaler: GradScaler | None
     ) -> bool:
         """Returns whether the optimizer may take this step. All processes must call it together.
 
-        If it may not, a warning says so.
+        A step without labels is passed over, and a bad one is skipped, each with a warning. In fp16
+        a bad step may be taken: its scaler then skips it and lowers the scale.
 
         Args:
             model: The model. If the step is bad, its first bad module is looked for.

@@ -36,22 +36,22 @@ def disk_use(
     """
     trained_bytes = sum(tensor_bytes(tensor) for tensor in trained_parameters(model).values())
     has_adapters = isinstance(model, PeftModel)
-    weights = trained_bytes
-    written_once = 0
+    weight_bytes = trained_bytes
+    bytes_written_once = 0
     if not has_adapters:
-        weights, written_once = _weights_bytes(model, weights_in)
-    checkpoint = weights
+        weight_bytes, bytes_written_once = _weights_bytes(model, weights_in)
+    checkpoint_bytes = weight_bytes
     if not args.save_only_model:
         distribution = AcceleratorState().distributed_type
-        states = static_bytes(model, args, optimizer_class)[OPTIMIZER]
+        state_bytes = static_bytes(model, args, optimizer_class)[OPTIMIZER]
         if distribution in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            states *= args.world_size
+            state_bytes *= args.world_size
             if has_adapters or distribution == DistributedType.DEEPSPEED:
-                states += trained_bytes  # these states contain trained weights too
-        checkpoint += states
-    kept = _checkpoints_kept(args, steps)
-    total = written_once + kept * checkpoint + weights
-    return {"checkpoint": checkpoint, "checkpoints": kept, "total": total}
+                state_bytes += trained_bytes  # these states contain trained weights too
+        checkpoint_bytes += state_bytes
+    kept_count = _checkpoints_kept(args, steps)
+    total_bytes = bytes_written_once + kept_count * checkpoint_bytes + weight_bytes
+    return {"checkpoint": checkpoint_bytes, "checkpoints": kept_count, "total": total_bytes}
 
 
 def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, int]:

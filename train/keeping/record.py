@@ -86,7 +86,7 @@ def training_record(
     return {
         "stage": args.stage,
         "arm": arm_of(model.config),
-        "config_changes": {library: getattr(model.config, library) for library in ARM_FIELDS},
+        "config_changes": {field: getattr(model.config, field) for field in ARM_FIELDS},
         "learning_rates": plan.learning_rates,
         "options": _recorded_options(loaded, more_options),
         "processes": args.world_size,

@@ -17,7 +17,7 @@ from torch import nn
 
 from ...checkpoint import weights as stored
 from ...console import Console, Printed
-from ...data.rows.checks import DataReport, by_kind, counted, not_read
+from ...data.rows.checks import DataReport, by_kind, counted, unused_and_changed
 from ...data.rows.parse import DroppedRows
 from ..modules.model import base_model, module_of
 from ..modules.sizes import parameter_count
@@ -104,7 +104,7 @@ class RunSummary(Printed):
         data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
         notes: list[Text] = []
         for source in self.facts["data"]:
-            lines = not_read(source["left_out"], source["changed"])
+            lines = unused_and_changed(source["left_out"], source["changed"])
             if source["files"]:
                 rows_by_file = {Path(file).name: rows for file, rows in source["files"].items()}
                 lines = {"files": counted(rows_by_file), **lines}

@@ -52,18 +52,15 @@ def language_adapter(
     _check_supported(config)
     limited = copy.deepcopy(config)
     model = on_meta(model_config)
-    targets = config.target_modules
-    if targets in (None, "all-linear"):
-        targets = []
-    elif isinstance(targets, str):
-        targets = names_in(targets) or targets  # TRL makes text of a list of one name
-    limited.target_modules = targets
-    if not isinstance(targets, str):
+    targets = _given_targets(config)
+    if isinstance(targets, str):
+        limited.target_modules = targets
+    else:
         limited.target_modules = set(targets or linear_layers(model))
     excluded_names = config.exclude_modules or ()
     if isinstance(excluded_names, str):
         excluded = {excluded_names: excluded_names}
-    else:  # as PEFT reads names
+    else:  # PEFT matches a name at the end of a path
         excluded = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded_names)}
     limited.exclude_modules = "|".join([ELSEWHERE, *excluded.values()])
     with refuse_unreadable(
@@ -199,6 +196,16 @@ def linear_layers(model: nn.Module) -> list[str]:
     return sorted(layer_names)
 
 
+def _given_targets(config: LoraConfig) -> str | list[str]:
+    """Returns `target_modules` as a pattern or a list of names. The list is empty by default."""
+    targets = config.target_modules
+    if targets in (None, "all-linear"):
+        return []
+    if isinstance(targets, str):
+        return names_in(targets) or targets  # TRL makes text of a list of one name
+    return targets
+
+
 def _adapted(config: LoraConfig, paths: Sequence[str], **changes: Any) -> list[str]:
     """Returns the paths of the modules that get adapters, if `changes` are made to `config`."""
     changed = copy.copy(config)
@@ -248,15 +255,21 @@ def _idle_tokens(
     config: LoraConfig, model: nn.Module, paths: Sequence[str], embeddings_path: str
 ) -> Iterator[str]:
     """Yields the modules and tokens in `trainable_token_indices` that cannot be trained."""
-    indices_of_modules = config.trainable_token_indices or {}
-    if not isinstance(indices_of_modules, dict):
-        module_name = embeddings_path.rpartition(".")[2]
-        indices_of_modules = {module_name: indices_of_modules}
-    looked_up = set(range(model.get_input_embeddings().num_embeddings))
-    looked_up.discard(model.config.image_token_id)
-    for module_name, indices in indices_of_modules.items():
-        if [path for path in paths if path.endswith(module_name)] != [embeddings_path]:
+    # The option is a list of tokens of the embeddings, or lists of tokens by name of module.
+    given_indices = config.trainable_token_indices or {}
+    if isinstance(given_indices, dict):
+        indices_by_module = given_indices
+    else:
+        embeddings_name = embeddings_path.rpartition(".")[2]
+        indices_by_module = {embeddings_name: given_indices}
+    trainable_tokens = set(range(model.get_input_embeddings().num_embeddings))
+    # Features of the image stand in for the image token, so its embedding gets no gradient.
+    trainable_tokens.discard(model.config.image_token_id)
+    for module_name, indices in indices_by_module.items():
+        matched_paths = [path for path in paths if path.endswith(module_name)]
+        matches_only_embeddings = matched_paths == [embeddings_path]
+        if not matches_only_embeddings:
             yield module_name
         for index in indices:
-            if index not in looked_up:
+            if index not in trainable_tokens:
                 yield f"token {index}"

@@ -87,13 +87,14 @@ def load_model(
         quantization_config.bnb_4bit_compute_dtype = compute_dtype
         init_kwargs.setdefault("device_map", {"": settings.device})
         init_kwargs["quantization_config"] = quantization_config
+    # This subclass says what is read in float32. Then the model gets its own class again.
     cls = _class_to_load(learning_rates, use_peft)
     if settings.dry_run:
         model = model_without_weights(cls, config, init_kwargs)
     else:
         model = checkpoint.load(cls, config=config, **init_kwargs)
     model.__class__ = NormAlignLlavaForConditionalGeneration
-    # The name is empty if the configuration is not the folder's; training.json records changes.
+    # Loading with a configuration that is not the folder's leaves the name empty.
     model.name_or_path = checkpoint.name
     model.config.name_or_path = checkpoint.name
     if not settings.dry_run:

@@ -59,10 +59,14 @@ def load_sharded(model: fsdp.FSDPModule, folder: Path) -> None:
         set_model_state_dict(model, state, options=options)
 
 
-def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Gives zero gradients to trained parameters that have none, before an FSDP2 step."""
-    # The vision tower's last layers are not read. But torch cannot load states of only some
-    # parameters.
+def fill_missing_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Gives zero gradients to trained parameters that have none, unless none has a gradient.
+
+    It is registered under FSDP2, and runs before each step of the optimizer.
+    """
+    # The features are those of an earlier layer, so the vision tower's last layers get no gradient,
+    # and the optimizer would save no state for them. On resuming, torch cannot load states of only
+    # some parameters.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.grad is not None for parameter in parameters):
         for parameter in parameters:
