@@ -93,8 +93,9 @@ def answer(folder, messages):
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].tolist()
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
-    # As vLLM: the base class in bfloat16, and as many features as the processor counts.
-    base = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    # As vLLM: the base class, made from the configuration, filled, and run in bfloat16.
+    base = AutoModel.from_config(model.config, trust_remote_code=True, dtype=torch.bfloat16)
+    base.load_state_dict(model.model.state_dict())
     pixels = inputs["pixel_values"].bfloat16()
     features = base.get_image_features(pixel_values=pixels).pooler_output
     counted = processor._get_num_multimodal_tokens([(256, 256)])["num_image_tokens"]
