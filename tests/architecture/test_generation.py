@@ -14,16 +14,19 @@ def model():
 
 
 def generate(model, batch, **options):
+    """The ids of a greedy answer of six tokens, and the logits of each step."""
     torch.manual_seed(0)
-    sequences = model.generate(
+    outputs = model.generate(
         **batch,
         max_new_tokens=6,
         min_new_tokens=6,
         do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
         **options,
     )
     prompt_length = batch["input_ids"].shape[1]
-    return sequences[:, prompt_length:]
+    return outputs.sequences[:, prompt_length:], torch.stack(outputs.logits)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +57,11 @@ def reference(model):
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_generate_as_llava_with_a_norm_in_a_hook(model, reference, options, images):
     batch = tiny.inputs(images=images)
-    expected = generate(reference, batch, **options)
-    assert torch.equal(generate(model, batch, **options), expected)
+    expected_ids, expected_logits = generate(reference, batch, **options)
+    answer_ids, logits = generate(model, batch, **options)
+    assert torch.equal(answer_ids, expected_ids)
+    # An untrained model repeats one token, whatever the image is; its logits differ.
+    torch.testing.assert_close(logits, expected_logits)
 
 
 @pytest.fixture
@@ -110,7 +116,8 @@ def test_quantized_models_train_rightly_after_a_generate(load_float32, load_in_4
     for input_name, tensor in tiny.inputs().items():
         batch[input_name] = tensor.to(quantized_model.device)
     labels = batch["input_ids"]
-    assert generate(quantized_model, batch).shape == (1, 6)
+    answer_ids, _ = generate(quantized_model, batch)
+    assert answer_ids.shape == (1, 6)
     quantized_model.train()
     quantized_model(**batch, labels=labels).loss.backward()
 
