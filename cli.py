@@ -269,15 +269,22 @@ def export(
         Literal["f16", "bf16", "f32", "q8_0"], Option(help="Dtype of the language model.")
     ] = "f16",
     base: BaseOption = None,
+    base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Write GGUF files for llama.cpp, Ollama and LM Studio. An adapter is merged first."""
     with exit_on_error(extra="export"):
         from .export.run import export_gguf
 
         report = export_gguf(
-            model, output, name=name, dtype=dtype, llama_cpp=llama_cpp, text_type=text_type,
+            model,
+            output,
+            name=name,
+            dtype=dtype,
+            llama_cpp=llama_cpp,
+            text_type=text_type,
             base=base,
-        )  # fmt: skip
+            base_quantization=base_quantization,
+        )
     Console().print(report)
     Console().print("Next:", *report.next_commands, sep="\n  ", soft_wrap=True)
 

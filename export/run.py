@@ -66,7 +66,7 @@ def export_gguf(
     dtype: str | torch.dtype = "float16",
     llama_cpp: str | os.PathLike | None = None,
     text_type: str = "f16",
-    base: str | None = None,
+    **adapter_options: str | None,
 ) -> ExportReport:
     """Writes a checkpoint as GGUF files that an unmodified llama.cpp runs.
 
@@ -82,7 +82,7 @@ def export_gguf(
         llama_cpp: Folder of llama.cpp's sources. Without it, the language model is not written, and
             `next_commands` begin with the command that writes it.
         text_type: The script's `--outtype`, one of `TEXT_TYPES`.
-        base: The base of an adapter, if the one that it names is gone.
+        adapter_options: `base` and `base_quantization` of an adapter, as of [`merge_adapter`].
 
     Raises:
         ValueError: llama.cpp cannot compute the model, a file is missing or damaged, or the script
@@ -106,7 +106,7 @@ def export_gguf(
     vision_file = f"mmproj-{name}.gguf"
     text_file = f"{name}.gguf"
     with finished_folder(output) as folder:
-        checkpoint = _open_or_merge(model, base, folder / MERGED)
+        checkpoint = _open_or_merge(model, folder / MERGED, **adapter_options)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
         if script:
             write_text(script, checkpoint, folder / text_file, text_type)
@@ -131,7 +131,12 @@ def export_gguf(
     )
 
 
-def _open_or_merge(model: str | os.PathLike, base: str | None, merged_folder: Path) -> Checkpoint:
+def _open_or_merge(
+    model: str | os.PathLike,
+    merged_folder: Path,
+    base: str | None = None,
+    base_quantization: str | None = None,
+) -> Checkpoint:
     """Opens a checkpoint that llama.cpp can compute. An adapter is merged to `merged_folder`.
 
     Raises:
@@ -143,9 +148,9 @@ def _open_or_merge(model: str | os.PathLike, base: str | None, merged_folder: Pa
         image_processor = checkpoint.processor.image_processor
         check_exportable(checkpoint.name, checkpoint.config, image_processor)
         return checkpoint
-    adapter = open_adapter(source, base, None)
+    adapter = open_adapter(source, base, base_quantization)
     check_exportable(str(source), adapter.config, adapter.processor.image_processor)
-    merge_adapter(source, merged_folder, base=base)
+    merge_adapter(source, merged_folder, base=base, base_quantization=base_quantization)
     return open_checkpoint(merged_folder)
 
 

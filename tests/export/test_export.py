@@ -250,3 +250,13 @@ def test_a_failing_script_is_quoted_and_nothing_is_written(tmp_path, exported):
         export_gguf(failing, tmp_path / "gguf", llama_cpp=tmp_path)
     assert str(error.value).endswith("this model is not known")
     assert not (tmp_path / "gguf").exists()
+
+
+def test_an_adapter_without_a_record_needs_its_base_s_quantization(tmp_path, exported):
+    checkpoint, _, _ = exported
+    make_adapter(checkpoint, tmp_path / "adapter")
+    (tmp_path / "adapter" / "training.json").unlink()
+    with pytest.raises(ValueError, match="--base-quantization"):
+        export_gguf(tmp_path / "adapter", tmp_path / "gguf")
+    report = export_gguf(tmp_path / "adapter", tmp_path / "gguf", base_quantization="none")
+    assert (tmp_path / "gguf" / report.vision_file).is_file()
