@@ -107,7 +107,7 @@ def _fault_of_settings(config: PreTrainedConfig) -> str | None:
             )
     patch_size = getattr(config, "patch_size", None)
     if _side(patch_size) is None:
-        return f"its patch_size is {patch_size!r}, not one whole number: its patches are no squares"
+        return f"its patch_size is {patch_size!r}, not one whole number: its patches are not square"
     return None
 
 

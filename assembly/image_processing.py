@@ -28,8 +28,8 @@ _SHARED_SETTINGS = (
 def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProcessor:
     """Returns an image processor that makes the same pixels, and nothing but `pixel_values`.
 
-    InternVL's also counts the parts of a picture, and [`LlavaProcessor`] would pass that on to the
-    model, which does not take it.
+    InternVL's also counts the parts of a picture. [`LlavaProcessor`] would pass the count on to the
+    model, and the model does not take it.
 
     Raises:
         ValueError: If no plain image processor makes the same pixels.
@@ -73,7 +73,7 @@ def fix_size(image_processor: BaseImageProcessor) -> tuple[int, int]:
         listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
         raise ValueError(
             f"The image processor's size {dict(image_processor.size)} has no height and width for "
-            f"every picture: those of two are {listed}. Set both in preprocessor_config.json."
+            f"every picture: two pictures became {listed}. Set both in preprocessor_config.json."
         )
     [(height, width)] = sizes
     if not (image_processor.crop_size and getattr(image_processor, "do_center_crop", False)):

@@ -83,8 +83,8 @@ def _projector_problem(config: PreTrainedConfig) -> str | None:
         return f"llama.cpp's projector has GELU, and this one has {config.projector_hidden_act}."
     if getattr(config, "projector_norm", "none") == "rms_norm":
         return (
-            "its norm is an RMSNorm, and llama.cpp's projector ends in a LayerNorm. Build with "
-            "`--norm layer_norm`, the default, and train that."
+            "its norm is an RMSNorm, and llama.cpp's projector ends in a LayerNorm. Build one "
+            "with a LayerNorm, `normalign build`'s default, and train that."
         )
     return None
 

@@ -55,7 +55,7 @@ def test_only_siglip_is_in_llama_cpp_and_class_tokens_are_named(name):
 def test_an_rms_norm_is_refused():
     message = refusal(config(projector_norm="rms_norm"))
     assert "its norm is an RMSNorm" in message
-    assert "`--norm layer_norm`" in message
+    assert "with a LayerNorm, `normalign build`'s default" in message
 
 
 def test_other_activations_are_refused():

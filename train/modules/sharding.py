@@ -64,9 +64,9 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> No
 
     It is registered under FSDP2, and runs before each step of the optimizer.
     """
-    # The features are those of an earlier layer, so the vision tower's last layers get no gradient,
-    # and the optimizer would save no state for them. On resuming, torch cannot load states of only
-    # some parameters.
+    # Features come from an earlier layer, so the vision tower's last layers get no gradient. The
+    # optimizer would save no state for them, and on resuming torch cannot load states of only some
+    # parameters.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.grad is not None for parameter in parameters):
         for parameter in parameters:
