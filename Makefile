@@ -7,6 +7,8 @@ INSTALL := $(BIN)/uv pip install -q --system-certs --compile-bytecode --python $
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
 # What a file of tests makes for all of them is made once.
+# Several processes share the cores: with a thread each they do not wait for each other.
+ONE_THREAD := OMP_NUM_THREADS=1
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 LOWEST := $(VENV)/lowest
@@ -17,11 +19,11 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 4 $(BY_FILE)
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 3 $(BY_FILE)
 
 # Also the tests that are left out above: most of those with several processes.
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m ""
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m ""
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"
