@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/uv pip install -q --system-certs --compile-bytecode --python $(VENV)
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
-# What a file of tests makes for all of them is made once.
 # Several processes share the cores: with a thread each they do not wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1
+# What a file of tests makes for all of them is made once.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 LOWEST := $(VENV)/lowest
