@@ -60,7 +60,7 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
     options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
     try:  # few rows wait in memory to be written, since they may have images in base64
         return Dataset.from_generator(_rows, writer_batch_size=200, **options)
-    except ValueError:  # `datasets` raises it if there are no rows, and wraps errors of `_rows`
+    except ValueError:  # `datasets` raises it without rows, and wraps errors of `_rows`
         return Dataset.from_dict({column: [] for column in ROWS}, features=ROWS)
 
 

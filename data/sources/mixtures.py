@@ -145,7 +145,7 @@ def prepare_rows(
         need_images: Whether it is an error if no row, or no early row of a stream, has an image.
 
     Raises:
-        ValueError: Too many rows are bad, no row is left, or there are no images where they are
+        ValueError: Too many rows are bad, no row is left, or images are missing where they are
             needed.
     """
     if is_prepared(data):

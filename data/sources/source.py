@@ -284,7 +284,7 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
         num_proc: How many processes write the cache of `datasets`. By default one for each core.
 
     Raises:
-        ValueError: There is no held-out data, or it cannot be read.
+        ValueError: Held-out data are missing, or cannot be read.
     """
     source_name = arguments.eval_dataset_name or arguments.dataset_name
     if source_name is None:
