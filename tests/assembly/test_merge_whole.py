@@ -741,6 +741,9 @@ def test_an_adapter_that_rounding_changes_is_refused(bases, tmp_path, adapter_pa
 def test_an_adapter_that_rounding_changes_little_is_merged(bases, adapter_path, output_path):
     make_cancelling_adapter(bases["tied"], adapter_path, remaining_share=1e-2)
     merge_adapter(adapter_path, output_path)
+    layer_weight = "model.language_model.layers.0.self_attn.q_proj.weight"
+    expected = 1e-2 * weights(bases["tied"])[layer_weight]
+    torch.testing.assert_close(weights(output_path)[layer_weight], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("overflowing", [1e5, -1e5])

@@ -350,24 +350,26 @@ def test_other_stages_need_no_image(processor, tmp_path, streamed):
 def test_align_needs_an_image_only_in_some_rows(processor, tmp_path, streamed):
     text_path = write_json(tmp_path, [WITHOUT_IMAGE])
     mixed_path = write_json(tmp_path, [WITHOUT_IMAGE, WITH_IMAGE], "other.json")
-    read(
+    mixed_rows = read(
         mixed_path,
         processor,
         need_images=True,
         streamed=streamed,
-    )
+    ).train
+    assert len(list(islice(mixed_rows, 2))) == 2
 
     datasets = [
         {"path": str(text_path), "fraction": 1},
         {"path": str(mixed_path), "fraction": 1},
     ]
-    read(
+    mixture = read(
         None,
         processor,
         datasets=datasets,
         need_images=True,
         streamed=streamed,
-    )
+    ).train
+    assert len(list(islice(mixture, 2))) == 2
 
 
 OPEN_TEXT = {

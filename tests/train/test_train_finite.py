@@ -318,6 +318,7 @@ def test_gradients_that_overflow_at_a_scale_above_1_stop_no_run(make, use_fp16):
     trainer = with_infinite_gradients(make(save_strategy="no", max_steps=1), {1})
     use_fp16(trainer, scale=2.0)
     trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(make, use_fp16):

@@ -329,7 +329,8 @@ def text_arguments(tmp_path):
 
 def test_named_rows_without_images_tune_a_language_model(tmp_path, planned, text_arguments):
     settings = training.settings(tmp_path / "out", stage="tune", global_batch_size=2)
-    planned(text_arguments, settings)
+    plan = planned(text_arguments, settings)
+    assert len(plan.data.train) == 2
 
 
 @pytest.mark.parametrize(
