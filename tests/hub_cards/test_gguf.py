@@ -39,6 +39,13 @@ def test_a_card_lists_gguf_files_with_their_sizes_and_the_tag_of_the_hub(exporte
     assert f"- `gguf/mmproj-kite.gguf`, 2 MiB: {described}\n" in card.text
 
 
+def test_a_card_has_the_line_that_starts_llama_server(exported):
+    (exported / "other.gguf").unlink()
+    card = ModelCard(render_card(exported).text)
+    command = "llama-server -m gguf/kite.gguf --mmproj gguf/mmproj-kite.gguf"
+    assert f"```bash\n{command}\n```" in card.text
+
+
 def test_a_card_without_gguf_files_has_no_tag(folder):
     card = ModelCard(render_card(folder).text)
     assert "gguf" not in card.data.tags
