@@ -365,13 +365,14 @@ def ask(
     """Ask a model about images. Without a question, it reads and answers one line after another."""
     stopped = AGAIN if output else ""
     with exit_on_error(extra="qlora", stopped=stopped, full=FEWER):
-        from .evaluation.ask import AskOptions, ask as run
+        from .evaluation.ask import ask as run
+        from .evaluation.options import AskOptions
 
-        options = AskOptions(system, max_new_tokens, batch_size, output)
-        run(
-            model,
-            words or [],
-            options,
+        options = AskOptions(
+            system,
+            max_new_tokens,
+            batch_size,
+            output,
             data=data,
             image_folder=image_folder,
             columns=columns,
@@ -381,6 +382,7 @@ def ask(
             dtype=dtype,
             load_in_4bit=load_in_4bit,
         )
+        run(model, words or [], options)
 
 
 @app.command()

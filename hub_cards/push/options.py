@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keyword arguments of `publish`."""
+"""The arguments of `publish`."""
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """The keyword arguments of [`publish`], and their defaults. Its docstring explains them."""
+    """The arguments of [`publish`]. Its docstring explains them."""
 
+    checkpoint: str | os.PathLike
+    repo_id: str
+    _: KW_ONLY
     private: bool | None = None
     revision: str = "main"
     create_pr: bool = False

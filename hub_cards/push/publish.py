@@ -2,7 +2,6 @@
 """Publishing a checkpoint folder to the Hub in one commit, checked before and loaded after."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ...evaluation.results import EVALUATION
+from ...keywords import takes_fields
 from ..card.facts import Part
 from ..card.metadata import check_replaceable, read_card
 from ..card.write import render_card
@@ -47,7 +47,8 @@ class Publication:
     removed: list[str] = field(default_factory=list)
 
 
-def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Publication:
+@takes_fields(PublishOptions)
+def publish(options: PublishOptions) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that in a clean process.
 
     It may be repeated at any time, also after a failure. Only what the Hub lacks is sent. The same
@@ -80,12 +81,13 @@ def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Pub
         What was sent, and the commit.
 
     Raises:
+        TypeError: An option does not exist.
         ValueError: Checkpoint, token, repository or an option is not valid. Nothing was committed.
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the
             commit loads differently from the folder. It says what was sent, and never the token.
     """
-    options = PublishOptions(**keywords)
-    checkpoint = Path(checkpoint)
+    checkpoint = Path(options.checkpoint)
+    repo_id = options.repo_id
     check_repo_id(repo_id)
     check_folder(checkpoint)
     check_free(checkpoint)
