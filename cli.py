@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .console import Console
+from .console import Console, hide_notices
 from .errors import exit_on_error
-from .log_filters import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -176,7 +175,7 @@ def train(
     full = "The same command with --dry_run says what fits."
     with exit_on_error(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
-            from .train.parsing import option_parser
+            from .train.options import option_parser
 
             return option_parser().print_help()
         words, recipe = read_command(context.args)

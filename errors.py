@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -14,7 +15,6 @@ from rich.text import Text
 
 from .console import Console, escaped
 from .devices import MORE, device_error
-from .extras import how_to_install
 from .signals import Terminated, stop_on_signals
 
 
@@ -146,3 +146,17 @@ def write_failure(error: BaseException | None) -> str | None:
     if re.search(_TORCH_WRITE_FAILED, traceback_text):
         return "a file could not be written to its end"  # torch.save gives no reason
     return None
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raises ImportError with the name of the extra if `what` needs a module that is missing."""
+    if find_spec(module) is None:
+        raise ImportError(
+            f"{what} needs {module}, but it is not installed. {how_to_install(extra)}."
+        )
+
+
+def how_to_install(extra: str) -> str:
+    """Returns a sentence on how to install an extra of this package. It is not on PyPI."""
+    requirement = f"'normalign-llava[{extra}] @ git+URL'"
+    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {requirement}"

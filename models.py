@@ -32,7 +32,7 @@ from .checkpoint.files import ADAPTER_CONFIG
 from .checkpoint.opening import Checkpoint, open_checkpoint
 from .checkpoint.precision import dtype_to_load, four_bits, torch_dtype
 from .configuration_normalign_llava import NormAlignLlavaConfig
-from .extras import check_installed
+from .errors import check_installed
 
 
 MODEL_CLASSES = {

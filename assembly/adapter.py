@@ -22,7 +22,7 @@ from ..checkpoint.precision import NF4, dtype_to_load
 from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import check_files, json_object, refuse_unreadable
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..extras import check_installed
+from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .processing import ARM_FIELDS, settle
 

@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -24,7 +25,10 @@ from transformers import (
 from ..checkpoint.prompts import fix_date
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
-from .encoder import TokenLayout
+
+
+if TYPE_CHECKING:  # only `normalign build` runs it
+    from .encoder import TokenLayout
 
 
 logger = logging.getLogger(__name__)
@@ -175,7 +179,7 @@ def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> st
 def make_processor(
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
-    layout: TokenLayout,
+    layout: "TokenLayout",
     select_strategy: str,
     left_out: int,
 ) -> LlavaProcessor:

@@ -17,7 +17,7 @@ from ..checkpoint.files import ADAPTER_CONFIG, finished_folder
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import torch_dtype
 from ..console import Printed
-from ..extras import check_installed
+from ..errors import check_installed
 from ..keywords import takes_fields
 from .ollama import modelfile
 from .requirements import check_exportable

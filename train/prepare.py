@@ -24,9 +24,8 @@ from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
-from .collator import ConversationCollator
+from .collator import SKIPPED_ROWS, ConversationCollator, SkippedRows
 from .command import NO_MODEL
-from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig

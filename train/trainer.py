@@ -38,10 +38,9 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.finite import FiniteCheck
-from .callbacks.loss_curve import LossCurve
 from .callbacks.measurements import Measurements
 from .callbacks.packed_attention import PackedAttentionCheck
-from .callbacks.progress import show, show_lines
+from .callbacks.progress import LossCurve, show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
     is_resumed,
@@ -51,15 +50,12 @@ from .keeping.checkpoints import (
     resolve_resume,
     writing_checkpoint,
 )
-from .keeping.disk import check_disk, disk_use
-from .keeping.record import data_record, digest_of_lengths, training_record
-from .keeping.same_run import check_resumed
+from .keeping.record import check_resumed, data_record, digest_of_lengths, training_record
 from .keeping.summary import RunSummary, summary
-from .loading import LoadedModel, load
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
 from .modules.forward import eval_frozen, wrap_forward
-from .modules.load import load_model
+from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
     MODULES,
     base_model,
@@ -71,7 +67,7 @@ from .modules.model import (
 )
 from .modules.precision import train_in_float32
 from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
-from .modules.sizes import OptimizerClass
+from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
     GivenData,
     GivenModel,

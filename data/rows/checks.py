@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the form, the length and the images of rows before training, and counts them."""
 
+import functools
 import logging
 import re
 from collections import Counter
@@ -21,13 +22,15 @@ from ...assembly.chat_template import without_preamble
 from ...console import Console, escaped, printable
 from .forms import PROMPT, image_name, is_about_row, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, image_problem
-from .once import warn_once
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Message, Row
 
 
 if TYPE_CHECKING:
     from ..sources.source import Source
+
+
+logger = logging.getLogger(__name__)
 
 
 DEFAULT_SHARE = 0.01
@@ -515,3 +518,10 @@ def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None =
     if unlisted:
         kind_lines.append(f"  and {unlisted:,} more")
     return kind_lines
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning in the main process, the first time."""
+    if PartialState().is_main_process:
+        logger.warning(message)

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options: which data sets to read, and what to do with bad rows."""
 
+import operator
 import os
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...checkpoint.files import is_hub_id
-from .filters import parse_filters
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
+
+
+_FILTER = re.compile(r"\s*(.+?)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*", re.S)
+_ORDERS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+REMEDY = "Write filters as relevance_min>=4, language=en or split!=test."
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -87,7 +99,7 @@ class DataSource:
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
             raise ValueError(f"There is no image folder or .zip file {folder}. Set image_folder.")
-        from ..rows.zips import open_zip  # late, so that --help is quick
+        from ..rows.images import open_zip  # late, so that --help is quick
 
         open_zip(os.path.abspath(folder))
 
@@ -248,3 +260,64 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One condition, such as `relevance_min>=4`."""
+
+    column: str  # as the data names it
+    comparison: str  # one of `_ORDERS`, "=" or "!="
+    value: str
+
+    def keeps(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row meets the condition. A row without a value only meets `!=`.
+
+        Raises ValueError if a value is compared by size, but is not a number.
+        """
+        value = row.get(self.column)
+        if value is None or value != value:  # NaN
+            return self.comparison == "!="
+        number = _number(value)
+        wanted = _number(self.value)
+        if self.comparison in _ORDERS:
+            if number is None:
+                raise ValueError(f"{self.column} is {str(value)[:40]!r} in a row, not a number")
+            assert wanted is not None  # by `parse_filters`
+            return _ORDERS[self.comparison](number, wanted)
+        is_equal = str(value).lower() == self.value.lower()
+        if number is not None and wanted is not None:
+            is_equal = number == wanted
+        return is_equal == (self.comparison == "=")
+
+    def __str__(self) -> str:
+        return f"{self.column}{self.comparison}{self.value}"
+
+
+def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
+    """Returns the conditions in a list of texts, or in a text where commas separate them.
+
+    Raises ValueError if one is not valid.
+    """
+    if isinstance(texts, str):
+        texts = texts.split(",")
+    filters = []
+    for text in texts or ():
+        match = isinstance(text, str) and _FILTER.fullmatch(text)
+        if not match:
+            raise ValueError(f"filters has {text!r}, not a condition. {REMEDY}")
+        column, comparison, value = match.groups()
+        if comparison in _ORDERS and _number(value) is None:
+            raise ValueError(f"filters compares {column} with {value!r}, not with a number.")
+        filters.append(Filter(column, comparison.replace("==", "="), value))
+    return tuple(filters)
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number, or the number that a text holds, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -15,9 +15,15 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_unused_and_changed
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    DataReport,
+    SourceReport,
+    log_unused_and_changed,
+    warn_once,
+)
 from ..rows.images import ImageRules
-from ..rows.once import warn_once
 from ..rows.parse import FEATURES, ParsedRow
 from .arguments import DataArguments, DataSource
 from .source import AnyData, Source, open_held_out, open_source

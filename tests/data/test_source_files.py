@@ -15,9 +15,14 @@ from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.sources import files as source_files, source as source_module
-from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
+from normalign_llava.data.sources.arguments import (
+    DataArguments,
+    DataSource,
+    Filter,
+    check_choices,
+    parse_filters,
+)
 from normalign_llava.data.sources.files import files_of_folder, images_of_folder, open_files
-from normalign_llava.data.sources.filters import Filter, parse_filters
 from normalign_llava.data.sources.source import Source, open_held_out, open_source
 
 

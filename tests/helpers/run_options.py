@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from normalign_llava.train.command import REFUSED, TrainingOptions
-from normalign_llava.train.options import NormAlignConfig
-from normalign_llava.train.parsing import option_parser, parse
+from normalign_llava.train.options import NormAlignConfig, option_parser, parse
 from normalign_llava.train.settings import RunConfig, complete
 
 

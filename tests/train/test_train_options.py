@@ -22,8 +22,7 @@ from trl import SFTConfig
 from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.checkpoint import precision
 from normalign_llava.train.modules.load import frozen_dtype
-from normalign_llava.train.options import WITHOUT_WARMUP, ModelArguments, NormAlignConfig
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import WITHOUT_WARMUP, ModelArguments, NormAlignConfig, parse
 from normalign_llava.train.prepare import GivenModel, accumulation_steps, check_options, open_model
 from normalign_llava.train.settings import RunConfig, best_metric, complete
 
