@@ -12,6 +12,7 @@ import tiny_parts
 import torch
 import training
 import transformers
+from json_files import read_json, update_json
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stored import weights
@@ -66,15 +67,6 @@ def prompt(processor, question):
     ]
     messages = [{"role": "user", "content": content}]
     return processor.apply_chat_template(messages, add_generation_prompt=True)
-
-
-def read_json(json_path) -> dict:
-    return json.loads(Path(json_path).read_text())
-
-
-def update_json(json_path, changes: dict) -> None:
-    settings = read_json(json_path)
-    Path(json_path).write_text(json.dumps(settings | changes))
 
 
 def load_model(checkpoint_path):

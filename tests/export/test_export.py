@@ -30,17 +30,10 @@ ENCODER = dict(
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
-    torch.manual_seed(0)
-    encoder = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**ENCODER))
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    encoder.save_pretrained(folder / "siglip")
-    size = {"height": SIDE, "width": SIDE}
-    transformers.SiglipImageProcessor(size=size).save_pretrained(folder / "siglip")
-    gguf_text.language(folder / "qwen2")
-    return str(folder / "siglip"), str(folder / "qwen2")
+    vision = tiny_parts.siglip(
+        folder / "siglip", SIDE, hidden_size=64, intermediate_size=96, num_hidden_layers=3
+    )
+    return vision, gguf_text.language(folder / "qwen2")
 
 
 def build(parts, folder, **options):

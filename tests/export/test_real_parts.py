@@ -6,7 +6,7 @@ from pathlib import Path
 import gradio
 import matplotlib
 import pytest
-import torch
+import tiny_parts
 import transformers
 from llama_server import LlamaServer, answer_here, largest_difference
 from PIL import Image
@@ -40,27 +40,10 @@ def pictures():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
-    torch.manual_seed(0)
-    config = transformers.SiglipVisionConfig(
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        image_size=SIDE,
-        patch_size=14,
-        vision_use_head=False,
+    vision = tiny_parts.siglip(
+        folder / "vision", SIDE, hidden_size=96, intermediate_size=192, num_hidden_layers=4
     )
-    encoder = transformers.SiglipVisionModel(config)
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)  # so that pictures differ for it, though it is not trained
-    encoder.save_pretrained(folder / "vision")
-    size = {"height": SIDE, "width": SIDE}
-    transformers.SiglipImageProcessor(size=size).save_pretrained(folder / "vision")
-    build_checkpoint(
-        vision=str(folder / "vision"), language=str(convert_language()), output=folder / "model"
-    )
+    build_checkpoint(vision, str(convert_language()), folder / "model")
     return folder / "model"
 
 

@@ -57,6 +57,13 @@ SIZES = {
 }
 """Small sizes by the names of fields, wherever a configuration has the field and sets it."""
 
+LATENT_ATTENTION = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+}
 HALVES = ["sliding_attention", "full_attention"] * 2
 EXCEPTIONS: dict[str, dict] = {
     "bamba": dict(attn_layer_indices=[1, 3]),
