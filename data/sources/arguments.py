@@ -52,6 +52,9 @@ class DataSource:
     def __post_init__(self):
         for path_field in ("path", "data_dir", "data_files", "image_folder"):
             setattr(self, path_field, _with_home(getattr(self, path_field)))
+        path = Path(self.path)
+        if path.exists():
+            self.path = str(path)  # records name `data/` and `./data` as `data`
         if isinstance(self.fraction, str):
             # A text that is not a number stays. The mixture checks all fractions, and refuses it.
             with suppress(ValueError):

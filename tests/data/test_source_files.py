@@ -392,6 +392,19 @@ def test_a_folder_is_named_with_a_split(tmp_path):
     assert source.split == "test"
 
 
+@pytest.mark.parametrize("written", ["my-data/", "./my-data", "my-data//"])
+def test_a_folder_has_one_name_however_it_is_written(tmp_path, monkeypatch, written):
+    """Records name data by their path, and a run is resumed only with the same data."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my-data"
+    folder.mkdir()
+    assert DataSource(written).path == "my-data"
+    assert DataSource.named(written).path == "my-data"
+    source = DataSource.named(f"{written}:test")
+    assert source.path == "my-data"
+    assert source.split == "test"
+
+
 def test_a_name_with_too_many_colons_is_refused():
     with pytest.raises(ValueError, match="user/data:a:b:c has 3 colons"):
         DataSource.named("user/data:a:b:c")
