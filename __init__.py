@@ -45,7 +45,7 @@ _EXPORTS = {
     "static_bytes": "train.modules.sizes",
     "train_stage": "quickstart.train",
     # Measuring
-    "AskOptions": "evaluation.options",
+    "AskOptions": "evaluation.ask",
     "Difference": "evaluation.compare",
     "Evaluation": "evaluation.results",
     "ModelScores": "evaluation.compare",
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from .diagnose.data import batches as sample_batches, load_samples
     from .diagnose.measure.probe import probe
     from .diagnose.report import paper_tables
-    from .evaluation.ask import ask
+    from .evaluation.ask import AskOptions, ask
     from .evaluation.compare import (
         Difference,
         ModelScores,
@@ -97,7 +97,6 @@ if TYPE_CHECKING:
         read_scores,
         without_spread,
     )
-    from .evaluation.options import AskOptions
     from .evaluation.results import Evaluation, read_evaluations
     from .evaluation.run import evaluate
     from .export.run import export_gguf

@@ -364,8 +364,7 @@ def ask(
     """Ask a model about images. Without a question, it reads and answers one line after another."""
     stopped = AGAIN if output else ""
     with exit_on_error(extra="qlora", stopped=stopped, full=FEWER):
-        from .evaluation.ask import ask as run
-        from .evaluation.options import AskOptions
+        from .evaluation.ask import AskOptions, ask as run
 
         options = AskOptions(
             system,

@@ -43,6 +43,25 @@ MODEL_CLASSES = {
 is used."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is opened and loaded.
+
+    Attributes:
+        dtype: Type of the weights, see [`ModelHandle.load`]. An adapter does not use it.
+        load_in_4bit: Quantizes the model, see [`ModelHandle.load`]. An adapter does not use it.
+        trust_remote_code: Lets code from the checkpoint run, see [`resolve_model`].
+        base: Base model of an adapter, see [`resolve_model`].
+        base_quantization: Quantization of an adapter's base, see [`resolve_model`].
+    """
+
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    trust_remote_code: bool = False
+    base: str | None = None
+    base_quantization: str | None = None
+
+
 @dataclass(frozen=True)
 class ModelHandle:
     """A model before its weights are loaded.

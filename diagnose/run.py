@@ -23,7 +23,7 @@ from ..checkpoint.files import DYNAMICS, finished_folder
 from ..checkpoint.precision import ProductsInBfloat16, emulates_float16, torch_dtype
 from ..console import Printed
 from ..keywords import takes_fields
-from ..models import ModelHandle, require_processor, resolve_model
+from ..models import ModelHandle, ModelOptions, require_processor, resolve_model
 from .data import Sample, Samples, batches, load_samples
 from .figures import draw
 from .findings import Finding, findings, verdict
@@ -83,7 +83,7 @@ class Diagnosis(Printed):
 
 
 @dataclass(frozen=True)
-class DiagnosisOptions:
+class DiagnosisOptions(ModelOptions):
     """The arguments of [`diagnose`]. Its docstring explains them."""
 
     model: str
@@ -96,13 +96,8 @@ class DiagnosisOptions:
     output: str | Path | None = None
     batch_size: int = 8
     seed: int = 0
-    dtype: str = "auto"
-    load_in_4bit: bool = False
-    trust_remote_code: bool = False
     name: str | None = None
     against_name: str | None = None
-    base: str | None = None
-    base_quantization: str | None = None
 
     @property
     def folder(self) -> Path:

@@ -4,6 +4,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..console import Console, escaped
 from ..data.rows.images import decode_image
 from ..errors import writing_to
-from ..models import ModelHandle, require_processor, resolve_model
+from ..models import ModelHandle, ModelOptions, require_processor, resolve_model
 from .answering import (
     AnswerStream,
     Message,
@@ -24,7 +25,6 @@ from .answering import (
     require_free_positions,
     user_turn,
 )
-from .options import AskOptions
 from .questions import (
     Question,
     check_images,
@@ -40,6 +40,30 @@ HOW_TO_TALK = (
     "Ask, and the model answers. /image FILE shows it another image, /new starts again, Ctrl-C "
     "stops an answer, Ctrl-D ends."
 )
+
+
+@dataclass(frozen=True)
+class AskOptions(ModelOptions):
+    """How `normalign ask` asks, beside the options of [`ModelOptions`].
+
+    Attributes:
+        system: The system turn. If None, it is left to the chat template.
+        max_new_tokens: Longest answer, in tokens.
+        batch_size: Questions that are answered together, where there are several.
+        output: File that gets a JSON object for each answer. If None, answers are only printed.
+        data: Data whose rows are asked, in any form that training reads.
+        image_folder: Folder of the images of `data`, as in training.
+        columns: Columns of `data`, as in training.
+    """
+
+    system: str | None = None
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    output: Path | None = None
+    _: KW_ONLY
+    data: str | None = None
+    image_folder: str | None = None
+    columns: str | None = None
 
 
 def ask(model: str, words: Sequence[str], options: AskOptions) -> None:

@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
@@ -22,9 +22,8 @@ from ..console import Console, Printed
 from ..devices import device_error
 from ..errors import NotWritable
 from ..keywords import takes_fields
-from ..models import ModelHandle, resolve_model
+from ..models import ModelHandle, ModelOptions, resolve_model
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
-from .options import EvaluateOptions, ModelOptions
 from .own_data import OWN_TASK, own_task
 from .results import (
     EVALUATION,
@@ -133,6 +132,23 @@ class ResultKey:
             and result.settings == self.settings
             and versions.items() <= result.versions.items()
         )
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(ModelOptions):
+    """The arguments of [`evaluate`]. Its docstring explains them."""
+
+    model: str
+    _: KW_ONLY
+    suites: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    include_path: Path | None = None
+    data: str | None = None
+    image_folder: str | None = None
+    columns: str | None = None
+    limit: int | None = None
+    output: Path | None = None
+    batch_size: int = 1
 
 
 @takes_fields(EvaluateOptions)

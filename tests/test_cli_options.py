@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.evaluation.options import AskOptions
+from normalign_llava.evaluation.ask import AskOptions
 from normalign_llava.quickstart.run import Settings
 
 

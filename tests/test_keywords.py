@@ -11,11 +11,9 @@ from type_check import link_package, run_mypy
 
 from normalign_llava.assembly.build import BuildOptions, build_checkpoint
 from normalign_llava.diagnose.run import DiagnosisOptions, diagnose
-from normalign_llava.evaluation.options import EvaluateOptions
-from normalign_llava.evaluation.run import evaluate
+from normalign_llava.evaluation.run import EvaluateOptions, evaluate
 from normalign_llava.export.run import ExportOptions, export_gguf
-from normalign_llava.hub_cards.push.options import PublishOptions
-from normalign_llava.hub_cards.push.publish import publish
+from normalign_llava.hub_cards.push.publish import PublishOptions, publish
 
 
 FUNCTIONS = {

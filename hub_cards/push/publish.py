@@ -2,9 +2,10 @@
 """Publishing a checkpoint folder to the Hub in one commit, checked before and loaded after."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,6 @@ from ..demo import push_space, require_own_space
 from ..reading import DIAGNOSTICS, GGUF, gguf_files, read_json
 from .checks import check_checkpoint, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
-from .options import PublishOptions
 from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files
@@ -45,6 +45,29 @@ class Publication:
     commit: CommitInfo | None = None
     space: str | None = None
     removed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """The arguments of [`publish`]. Its docstring explains them."""
+
+    checkpoint: str | os.PathLike
+    repo_id: str
+    _: KW_ONLY
+    private: bool | None = None
+    revision: str = "main"
+    create_pr: bool = False
+    space: bool = False
+    as_adapter: bool = False
+    gguf: bool = False
+    base: str | None = None
+    base_quantization: str | None = None
+    dry_run: bool = False
+    check_loading: bool = True
+    replace_card: bool = False
+    replace_files: bool = False
+    token: str | None = None
+    notify: Callable[[str], object] = print
 
 
 @takes_fields(PublishOptions)

@@ -15,13 +15,13 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluation import ask as ask_module
 from normalign_llava.evaluation.answering import user_turn
 from normalign_llava.evaluation.ask import (
+    AskOptions,
     answer_all,
     append_rows,
     ask,
     converse,
     print_answer,
 )
-from normalign_llava.evaluation.options import AskOptions
 from normalign_llava.evaluation.questions import Question
 
 

@@ -7,12 +7,12 @@ from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
 from normalign_llava.evaluation import questions
 from normalign_llava.evaluation.ask import (
+    AskOptions,
     answer_rows,
     append_rows,
     ask,
     count_answered,
 )
-from normalign_llava.evaluation.options import AskOptions
 from normalign_llava.evaluation.questions import (
     Question,
     check_images,
