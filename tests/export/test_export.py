@@ -16,15 +16,6 @@ from normalign_llava.export.run import export_gguf
 
 
 SIDE = 28
-ENCODER = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    image_size=SIDE,
-    patch_size=14,
-    vision_use_head=False,
-)
 
 
 @pytest.fixture(scope="module")
