@@ -37,7 +37,6 @@ from ..data.rows.parse import (
 SKIPPED_ROWS = ".skipped_rows.jsonl"
 """File in `output_dir` with the rows that [`SkippedRows`] counts."""
 
-
 _PROBE = [
     {"role": "user", "content": [{"type": "text", "text": "What is this?"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "A red kite."}]},

@@ -84,7 +84,6 @@ LEAST = {
 }
 """The least value of numbers that no library checks."""
 
-
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NO = dict.fromkeys(("no", "false", "off"), "no")
 NOTHING = dict.fromkeys(("none", "null"))

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 DEFAULT_SHARE = 0.01
 """The share of bad rows that is skipped by default, in Hub data or more than `MANY_ROWS` rows."""
 MANY_ROWS = 10_000

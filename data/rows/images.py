@@ -56,11 +56,11 @@ _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*
 MAX_IMAGE_BYTES = 256 * 2**20  # of one encoded image
 TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller"
 
+# Of zip files.
 _LOCAL_HEADER = struct.Struct("<4s22x2H")  # before an entry: its signature, and two lengths
 _ENTRY_TYPE = np.dtype("i8, i8, i8, u4, u1")  # of the fields of an entry
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _REFUSED = 255  # as a method: a link, encrypted, or packed by another method than deflate
-
 
 StoredImage: TypeAlias = dict[str, Any]
 """An image of a row: `{"path": str | None, "bytes": bytes | None}`. One of the two is None."""

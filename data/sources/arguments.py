@@ -14,8 +14,6 @@ from ...checkpoint.files import is_hub_id
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
-
-
 _FILTER = re.compile(r"\s*(.+?)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*", re.S)
 _ORDERS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -23,7 +21,7 @@ _ORDERS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-REMEDY = "Write filters as relevance_min>=4, language=en or split!=test."
+_FILTER_REMEDY = "Write filters as relevance_min>=4, language=en or split!=test."
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -308,7 +306,7 @@ def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
     for text in texts or ():
         match = isinstance(text, str) and _FILTER.fullmatch(text)
         if not match:
-            raise ValueError(f"filters has {text!r}, not a condition. {REMEDY}")
+            raise ValueError(f"filters has {text!r}, not a condition. {_FILTER_REMEDY}")
         column, comparison, value = match.groups()
         if comparison in _ORDERS and _number(value) is None:
             raise ValueError(f"filters compares {column} with {value!r}, not with a number.")

@@ -17,7 +17,6 @@ from ...checkpoint.files import atomic_write
 
 logger = get_logger(__name__)  # logs in one process only
 
-
 LOG_COLUMNS = {
     "loss": ("loss", 9, ".4g"),
     "lr": ("learning_rate", 8, ".3g"),
@@ -27,7 +26,6 @@ LOG_COLUMNS = {
     "clipped": ("clip/share", 7, ".0%"),
 }
 """The columns between step and time left: key in the log, width and format."""
-
 
 LOSS_CURVE = "loss.png"
 """File in `output_dir`."""
