@@ -10,6 +10,7 @@ from paths import ROOT
 from type_check import link_package, run_mypy
 
 from normalign_llava.assembly.build import BuildOptions, build_checkpoint
+from normalign_llava.data.sources.mixtures import LoadOptions, load_data
 from normalign_llava.diagnose.run import DiagnosisOptions, diagnose
 from normalign_llava.evaluation.run import EvaluateOptions, evaluate
 from normalign_llava.export.run import ExportOptions, export_gguf
@@ -21,6 +22,7 @@ FUNCTIONS = {
     diagnose: DiagnosisOptions,
     evaluate: EvaluateOptions,
     export_gguf: ExportOptions,
+    load_data: LoadOptions,
     publish: PublishOptions,
 }
 
@@ -80,6 +82,7 @@ text: str = describe("a")
 
 WRONG = """
 from normalign_llava import build_checkpoint, evaluate, export_gguf, publish
+from normalign_llava.data.sources.mixtures import LoadOptions, load_data
 from normalign_llava.diagnose.run import diagnose
 
 publish("a", "b/c", private=True)

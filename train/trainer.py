@@ -37,9 +37,8 @@ from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.finite import FiniteCheck
+from .callbacks.checks import FiniteCheck, PackedAttentionCheck
 from .callbacks.measurements import Measurements
-from .callbacks.packed_attention import PackedAttentionCheck
 from .callbacks.progress import LossCurve, show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
