@@ -29,11 +29,11 @@ from .options import ModelOptions
 from .questions import (
     Question,
     check_images,
-    first_turns,
     question_about,
     read_questions,
     read_questions_about_each,
     read_words,
+    system_turns,
 )
 
 
@@ -110,7 +110,7 @@ def ask(
         base_quantization=model_options.base_quantization,
     )
     processor = require_processor(handle)
-    start = first_turns(options.system)
+    start = system_turns(options.system)
     decoded_images = []
     if questions:
         check_texts(processor, [question.turns for question in questions])
