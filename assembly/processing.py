@@ -179,7 +179,7 @@ def make_processor(
     select_strategy: str,
     tokens_left_out: int,
 ) -> LlavaProcessor:
-    """Makes a [`LlavaProcessor`] with a pad token. [`normalize_tokenization`] changes its tokenizer.
+    """Makes a [`LlavaProcessor`] with a pad token and by [`normalize_tokenization`].
 
     Args:
         image_processor: The encoder's.
