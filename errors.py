@@ -21,7 +21,7 @@ from .signals import Terminated, stop_on_signals
 TRACEBACK = "NORMALIGN_TRACEBACK"
 """If this variable is 1 in the environment, errors are printed with their traceback."""
 
-_DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
+_NO_SPACE_NUMBERS = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
 _TORCH_WRITE_FAILED = "PytorchStreamWriter failed writing|inline_container.*unexpected pos"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -140,7 +140,7 @@ def write_failure(error: BaseException | None) -> str | None:
     """Returns why a file was not written, if the reason or its cause is a full disk or quota."""
     # Searched in the text, since safetensors and torch raise no OSErrors.
     traceback_text = "".join(traceback.format_exception(error))
-    full_disk = re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", traceback_text)
+    full_disk = re.search(rf"(?:\[Errno |\(os error )({_NO_SPACE_NUMBERS})\b", traceback_text)
     if full_disk:
         return os.strerror(int(full_disk[1]))
     if re.search(_TORCH_WRITE_FAILED, traceback_text):

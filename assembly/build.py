@@ -32,7 +32,7 @@ from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
 from .encoder import TokenLayout, load_encoder, require_vision_config, token_layout
-from .generation import copied_generation, flags_of, in_words
+from .generation import accepted_generation, flags_of, in_words
 from .image_processing import fix_size, plain_image_processor
 from .parts import (
     add_image_token,
@@ -64,7 +64,7 @@ class BuildReport(Printed):
         licenses: Licences of `"vision"` and `"language"`, see [`fetch_licence`].
         from_llava: Whether the norm was added to a LLaVA checkpoint, so that both parts are it.
         prompt_date: The date in prompts if the chat template asks for today's, and None otherwise.
-        generation: What `generation_config.json` says, see [`copied_generation`].
+        generation: What `generation_config.json` says, see [`accepted_generation`].
         generation_left_out: Flags of the language model's that are not copied.
         notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
@@ -174,8 +174,8 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
         tower = load_encoder(vision_part, encoder)
         layout = token_layout(tower, pixel_size, feature_layer, options.vision)
         strategy = layout.strategy(options.select_strategy)
-        left_out = max(1, layout.prefix)
-        processor = make_processor(image_processor, tokenizer, layout, strategy, left_out)
+        tokens_left_out = max(1, layout.prefix)
+        processor = make_processor(image_processor, tokenizer, layout, strategy, tokens_left_out)
         tokens_per_image = check_processor(processor)
         language_model = load_language_model(language_part, dtype)
         tower.to(language_model.dtype)
@@ -188,7 +188,7 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
             image_seq_length=tokens_per_image,
             vision_feature_layer=feature_layer,
             vision_feature_select_strategy=strategy,
-            vision_prefix_tokens=left_out,
+            vision_prefix_tokens=tokens_left_out,
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **norm_settings,
         )
@@ -322,7 +322,7 @@ def _warn_of_chat_template(built: _Built) -> None:
 def _set_generation(built: _Built) -> dict[str, Any]:
     """Sets the model's generation configuration. Returns the language model's flags left out."""
     model = built.model
-    model.generation_config, left_out = copied_generation(model.generation_config)
+    model.generation_config, left_out = accepted_generation(model.generation_config)
     stop_as_trained(model, built.processor)
     # Prompt lookup would repeat the prompt's image token without features for it.
     suppressed = model.generation_config.suppress_tokens or []

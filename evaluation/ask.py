@@ -28,11 +28,11 @@ from .answering import (
 from .questions import (
     Question,
     check_images,
-    first_turns,
     question_about,
     read_questions,
     read_questions_about_each,
     read_words,
+    system_turns,
 )
 
 
@@ -104,7 +104,7 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
         base_quantization=options.base_quantization,
     )
     processor = require_processor(handle)
-    start = first_turns(options.system)
+    start = system_turns(options.system)
     decoded_images = []
     if questions:
         check_texts(processor, [question.turns for question in questions])

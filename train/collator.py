@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlavaProcessor
 from trl.trainer.utils import pad
 
-from ..assembly.processing import settle
+from ..assembly.processing import normalize_tokenization
 from ..checkpoint.untrusted import refuse_unreadable
 from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import decode_image
@@ -114,7 +114,8 @@ class ConversationCollator:
     repeated after the answers are labelled: in the text, hundreds would be tokenized.
 
     Args:
-        processor: Its chat template must have generation marks. It is settled, see [`settle`].
+        processor: Its chat template must have generation marks. [`normalize_tokenization`] changes
+            its tokenizer.
         pad_to_multiple_of: As in `SFTConfig`.
         bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in
             `dropped_rows`, a share or None skips `skippable` rows, see [`prepare_rows`].
@@ -139,7 +140,7 @@ class ConversationCollator:
 
     def __post_init__(self):
         self._last_rows: dict[str, int] = {}  # the highest number of a row read of each source
-        settle(self.processor)
+        normalize_tokenization(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
         with refuse_unreadable("The chat template"):
             ((_, labels),) = self._encoded([{"messages": _PROBE}])

@@ -20,7 +20,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
 from ...console import Console, escaped, printable
-from .forms import PROMPT, image_name, is_about_row, looks_like, unread_image
+from .forms import PROMPT, image_name, is_row_metadata, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, image_problem
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Message, Row
@@ -455,7 +455,7 @@ def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) 
         known_kind = looks_like(column_name)
         if known_kind:
             likely_columns[f"{column_name}, like {known_kind}"] = row_count
-        elif is_about_row(column_name):
+        elif is_row_metadata(column_name):
             columns_about_rows.append(column_name)
         else:
             other_columns[column_name] = row_count

@@ -67,7 +67,7 @@ def find_parts(model: nn.Module) -> Parts:
 
     Raises ValueError if it lacks some, or if its kinds of token cannot be distinguished.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):  # PEFT's wrapper
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens to a batch. Measure the model without it.")
         return find_parts(model.get_base_model())  # type: ignore[operator]

@@ -143,11 +143,11 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         if name in ("pixel_values_videos", "input_features"):
             raise ValueError(f"A batch has {name}. Give images, not video or sound.")
         if name not in ("labels", "use_cache"):
-            inputs[name] = placed(value, parts.model)
+            inputs[name] = moved_and_cast(value, parts.model)
     return inputs
 
 
-def placed(value: Any, model: PreTrainedModel) -> Any:
+def moved_and_cast(value: Any, model: PreTrainedModel) -> Any:
     """Moves a tensor to the model's device and, if it has floats, casts it to its precision."""
     if not isinstance(value, Tensor):
         return value

@@ -128,7 +128,8 @@ class Facts:
         report = self.diagnosis.get("report") or {}
         norm = self.setting("projector_norm")
         diagnosed_norm = report.get("norm")
-        if None not in (norm, diagnosed_norm) and norm != diagnosed_norm:
+        both_known = norm is not None and diagnosed_norm is not None
+        if both_known and norm != diagnosed_norm:
             return True
         gain = self.gain.get("mean_abs")
         diagnosed_gain = (report.get("gain") or {}).get("mean_abs")

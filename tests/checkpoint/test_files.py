@@ -611,7 +611,7 @@ def test_what_only_looks_like_a_killed_run_s_is_kept(tmp_path):
     write_files(tmp_path / ".out-withmore", {"out": "", "more": ""})
     write_files(tmp_path / ".out-toolongx1", {"out": ""})
     before = sorted(tmp_path.rglob("*"))
-    assert files.remove_unfinished(tmp_path / "out") == []
+    assert files.complete_or_remove_unfinished(tmp_path / "out") == []
     assert sorted(tmp_path.rglob("*")) == before
     assert (other_path / "out" / "file").read_text() == "mine"
 

@@ -79,7 +79,7 @@ def load(plan: "Plan") -> LoadedModel:
         precision = settle_float16(model, settings.device, batch)
         if not precision.fp16:
             init_kwargs = {**(settings.model_init_kwargs or {}), "dtype": "float32"}
-            settings.settle(fp16=False, model_init_kwargs=init_kwargs)
+            settings.set_derived(fp16=False, model_init_kwargs=init_kwargs)
             settings.mixed_precision = "no"
     return LoadedModel(model, settings, precision, commit, weights_in)
 

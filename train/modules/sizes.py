@@ -217,14 +217,14 @@ def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, i
         whole_tensors[tensor_name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     layout = stored.stored_tensors(model, whole_tensors)
     frozen = frozen_modules(model)
-    linked = stored.unchanged_files(layout, frozen, weights_in)
+    linked = stored.reusable_files(layout, frozen, weights_in)
     in_each_checkpoint = 0
     written_once = 0
     for file, tensor_names in stored.shards_of(layout).items():
         if file in linked:
             continue
         file_bytes = sum(layout[tensor_name].nbytes for tensor_name in tensor_names)
-        if stored.module_of_file(tensor_names[0]) in frozen:
+        if stored.module_of_tensor(tensor_names[0]) in frozen:
             written_once += file_bytes
         else:
             in_each_checkpoint += file_bytes
