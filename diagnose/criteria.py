@@ -118,7 +118,7 @@ CRITERIA = {
         0.5,
         0.5,
         "layers",
-        "The paper's divergence is in all layers; a mean may come of a few. By chance it is half.",
+        "In the paper all layers differ. A few can lower a mean. By chance the share is half.",
     ),
     "update size": Criterion(
         UPDATES,
@@ -127,7 +127,7 @@ CRITERIA = {
         EQUAL,
         None,
         "samples",
-        "A quarter is small beside the ratios of norms that should explain rotation.",
+        "The ratios of norms should explain rotation. A quarter is small beside them.",
     ),
     "update angle": Criterion(
         UPDATES,
