@@ -98,8 +98,8 @@ NEARNESS = "Figures 4a, 4b: with the norm, norms and rotations of both are neare
 FOCUS = "Appendix G: with the norm, attention to the image is less diffuse."
 CLAIMS = (RQ1, RQ2, RQ3, UPDATES, BOTTOM, NEARNESS, FOCUS)
 
-MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order; its smallest ratio is 5.6."
-SAME_AS_CRITICAL = "`normalign gain --critical` calls the norm critical from the same rotation on."
+MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order. Its smallest ratio is 5.6."
+SAME_AS_CRITICAL = "`normalign gain --critical` has the same limit."
 
 CRITERIA = {
     "projector": Criterion(
