@@ -36,9 +36,9 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration  # noqa: E402
 
 
 def shard_by_dtensor(embeddings, norm) -> dict:
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(embeddings, mesh=mesh)
-    fully_shard(norm, mesh=mesh)
+    device_mesh = init_device_mesh("cpu", (2,))
+    fully_shard(embeddings, mesh=device_mesh)
+    fully_shard(norm, mesh=device_mesh)
     return {
         "kind": type(embeddings.weight).__name__,
         "rows here": len(embeddings.weight.to_local()),
@@ -47,11 +47,11 @@ def shard_by_dtensor(embeddings, norm) -> dict:
 
 def vary_gain_sharded_by_deepspeed(embeddings, norm) -> dict:
     """Keeps the gain as it was loaded, then gives it other values."""
-    kind = "whole"
+    weight_kind = "whole"
     if hasattr(embeddings.weight, "ds_id"):
-        kind = "ds"
+        weight_kind = "ds"
     measured = {
-        "kind": kind,
+        "kind": weight_kind,
         "rows here": len(embeddings.weight),
         "gain loaded": whole_gain(norm),
     }
