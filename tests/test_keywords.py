@@ -99,7 +99,7 @@ publish("a", "b/c", private="yes")
 def reported(folder, code) -> list[tuple[int, str]]:
     """The lines of a script that mypy reports, and the kind of each error."""
     (folder / "script.py").write_text(code)
-    checked = run_mypy(folder, "script.py", capture_output=True, text=True)
+    checked = run_mypy("script.py", cwd=folder, capture_output=True, text=True)
     errors = []
     for line in checked.stdout.splitlines():
         if line.startswith("script.py") and " error: " in line:

@@ -144,8 +144,8 @@ class DataArguments:
     )
     dataset_config: str | None = option(None, "Configuration of a Hub data set.")
     dataset_train_split: str = option("train", "Split to train on.")
-    dataset_test_split: str = option("test", "Split that is held-out data.")
-    dataset_streaming: bool = option(False, "Read rows when they are needed; needs max_steps.")
+    dataset_test_split: str = option("test", "Split of held-out data.")
+    dataset_streaming: bool = option(False, "Read rows when they are needed. Needs max_steps.")
     datasets: list[dict] = field(
         default_factory=list,
         metadata={
@@ -155,13 +155,14 @@ class DataArguments:
         },
     )
     image_folder: str | None = option(
-        None, "Folder or .zip file that image paths start from. Default: the data file's folder."
+        None, "Folder or .zip file where image paths start. Default: the data file's folder."
     )
     columns: dict | str | list | None = option(
-        None, "Own names: image=path,answer=caption reads the image from the data's column path."
+        None, "Your columns: image=path,answer=caption reads the image from your column path."
     )
     filters: str | None = option(
-        None, "Rows to read, by columns: relevance_min>=4,language=en. Others are not read."
+        None,
+        "Conditions on columns, such as relevance_min>=4,language=en. Other rows are not read.",
     )
     eval_dataset_name: str | None = option(
         None, "Held-out data, in the forms of dataset_name. Default: its test split."
@@ -169,8 +170,8 @@ class DataArguments:
     test_split_size: float | None = option(None, "Share of training rows held out as a test split.")
     bad_rows: str | None = option(
         None,
-        "Rows that cannot be trained on: stop, skip, or skip at most a share, such as 0.01. "
-        "Default: 0.01 of data from the Hub or of more than 10,000 rows in memory, else stop.",
+        "If rows cannot be trained on: stop, skip them, or skip at most a share, such as 0.01. "
+        "Default: 0.01 for data from the Hub or more than 10,000 rows in memory, otherwise stop.",
     )
     check_images: bool = option(False, "Decode every image first, not a sample of 10,000 rows.")
     shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")

@@ -7,24 +7,42 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[2]
+NOT_OF_THE_PACKAGE = "/(benchmarks|build|experiments|tests)/"
 
 
-def link_package(folder) -> None:
-    """Puts the package into a folder under its name. By itself, mypy would not see it."""
-    (Path(folder) / "normalign_llava").symlink_to(ROOT)
+def run_mypy(*words: str, cwd: Path, **options) -> subprocess.CompletedProcess:
+    """Runs mypy with our configuration and cache. `options` are of `subprocess.run`."""
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+        *words,
+    ]
+    return subprocess.run(command, cwd=cwd, **options)
 
 
-def run_mypy(folder, *words, **options) -> subprocess.CompletedProcess:
-    """Runs mypy in a folder with the project's settings."""
-    settings = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
-    command = [sys.executable, "-m", "mypy", *settings, *words]
-    return subprocess.run(command, cwd=folder, **options)
+def link_package(folder: Path) -> None:
+    """Puts the package into a folder. By itself mypy would not see that the root is a package."""
+    (folder / "normalign_llava").symlink_to(ROOT)
+
+
+def check_package() -> int:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        link_package(folder)
+        words = ["--exclude", NOT_OF_THE_PACKAGE, "-p", "normalign_llava"]
+        return run_mypy(*words, cwd=folder).returncode
+
+
+def check_scripts() -> int:
+    return run_mypy("benchmarks", "experiments", cwd=ROOT).returncode
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        link_package(temporary)
-        others = "/(benchmarks|build|experiments|tests)/"
-        package = run_mypy(temporary, "--exclude", others, "-p", "normalign_llava")
-    scripts = run_mypy(ROOT, "benchmarks", "experiments")
-    sys.exit(package.returncode or scripts.returncode)
+    package_status = check_package()
+    scripts_status = check_scripts()
+    sys.exit(package_status or scripts_status)
