@@ -7,7 +7,6 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from ..console import Printed
 from ..extras import check_installed
 from .ollama import modelfile
 from .requirements import check_exportable
+from .resizing import describe_resizing
 from .text import SCRIPT, find_script, script_command, write_text
 
 
@@ -39,7 +39,7 @@ class ExportReport(Printed):
         text_file: Name of the GGUF file with the language model.
         difference: Largest difference between visual tokens of sample pictures here and by
             llama.cpp's arithmetic, over their largest number.
-        resizing: What is done with a picture that is not square, here and by llama.cpp.
+        resizing: What llama.cpp does with a picture of another size, and what training did.
         next_commands: What to run next, in order.
     """
 
@@ -47,7 +47,7 @@ class ExportReport(Printed):
         "vision_file": "vision part",
         "text_file": "text part",
         "difference": "largest difference of visual tokens, relative",
-        "resizing": "pictures that are not square",
+        "resizing": "pictures of other sizes",
     }
 
     output: str
@@ -126,7 +126,7 @@ def export_gguf(
         vision_file=vision_file,
         text_file=text_file if script else "not written",
         difference=difference,
-        resizing=_resizing(checkpoint.processor.image_processor),
+        resizing=describe_resizing(checkpoint.processor.image_processor),
         next_commands=next_commands,
     )
 
@@ -152,12 +152,6 @@ def _open_or_merge(
     check_exportable(str(source), adapter.config, adapter.processor.image_processor)
     merge_adapter(source, merged_folder, base=base, base_quantization=base_quantization)
     return open_checkpoint(merged_folder)
-
-
-def _resizing(image_processor: Any) -> str:
-    is_cropped = getattr(image_processor, "do_center_crop", False)
-    here = "cropped" if is_cropped else "stretched"
-    return f"{here} in training, padded by llama.cpp: give it squares"
 
 
 def _commands_to_run(output: Path, vision_file: str, text_file: str) -> list[str]:
