@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def photographs():
-    """Twenty photographs of installed packages and cut-outs of them, of 16 sizes."""
+    """Twenty photographs of installed packages and cut-outs of them, of 15 sizes."""
     samples = Path(matplotlib.get_data_path()) / "sample_data"
     files = [
         *sorted((Path(gradio.__file__).parent / "media_assets" / "images").glob("*.jp*g")),
