@@ -7,7 +7,6 @@ import shlex
 import shutil
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from ..errors import check_installed
 from ..keywords import takes_fields
 from .ollama import modelfile
 from .requirements import check_exportable
+from .resizing import describe_resizing
 from .text import SCRIPT, find_script, script_command, write_text
 
 
@@ -40,7 +40,7 @@ class ExportReport(Printed):
         text_file: Name of the GGUF file with the language model.
         difference: Largest difference between visual tokens of sample pictures here and by
             llama.cpp's arithmetic, over their largest number.
-        resizing: What is done with a picture that is not square, here and by llama.cpp.
+        resizing: What llama.cpp does with a picture of another size, and what training did.
         next_commands: What to run next, in order.
     """
 
@@ -48,7 +48,7 @@ class ExportReport(Printed):
         "vision_file": "vision part",
         "text_file": "text part",
         "difference": "largest difference of visual tokens, relative",
-        "resizing": "pictures that are not square",
+        "resizing": "pictures of other sizes",
     }
 
     output: str
@@ -138,7 +138,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
         vision_file=vision_file,
         text_file=text_file if script else "not written",
         difference=difference,
-        resizing=_resizing(checkpoint.processor.image_processor),
+        resizing=describe_resizing(checkpoint.processor.image_processor),
         next_commands=next_commands,
     )
 
@@ -160,12 +160,6 @@ def _open_or_merge(options: ExportOptions, merged_folder: Path) -> Checkpoint:
     check_exportable(str(source), adapter.config, adapter.processor.image_processor)
     merge_adapter(source, merged_folder, base=options.base, base_quantization=quantization)
     return open_checkpoint(merged_folder)
-
-
-def _resizing(image_processor: Any) -> str:
-    is_cropped = getattr(image_processor, "do_center_crop", False)
-    here = "cropped" if is_cropped else "stretched"
-    return f"{here} in training, padded by llama.cpp: give it squares"
 
 
 def _commands_to_run(output: Path, vision_file: str, text_file: str) -> list[str]:

@@ -69,6 +69,13 @@ CONVERSATIONS = {
 }
 
 
+def smooth_picture(width, height):
+    """A picture of a few large patches: interpolation keeps more of it than of noise."""
+    numbers = np.random.default_rng(width)
+    patches = Image.fromarray(numbers.integers(0, 256, (3, 4, 3), dtype=np.uint8))
+    return patches.resize((width, height))
+
+
 def parts_of_characters(tokenizer):
     """Ids of tokens that are bytes of a character."""
     texts = [tokenizer.decode([token_id]) for token_id in range(len(tokenizer))]
@@ -124,6 +131,21 @@ def test_a_tower_in_float16_and_a_quantized_language_model_answer_alike(
     assert largest_difference(answer, expected) < largest
 
 
+def test_pictures_of_other_sizes_are_stretched_as_in_training(tmp_path, exported):
+    checkpoint, folder, report = exported
+    model, processor = load(checkpoint)
+    text_file = tmp_path / "text.gguf"
+    gguf_text.write(model, processor, text_file)
+    server = LlamaServer(text_file, folder / report.vision_file)
+    banned = parts_of_characters(processor.tokenizer)
+    for size in [(90, 30), (20, 64), (200, 200), (12, 12)]:
+        messages = [user(smooth_picture(*size), "what is this?")]
+        expected = answer_here(model, processor, messages, 2, banned)
+        answer = server.answer(messages, 2, banned)
+        assert answer.prompt_tokens == expected.prompt_tokens, size
+        assert largest_difference(answer, expected) < 0.02, size
+
+
 def tensors_of(file):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
 
@@ -171,7 +193,7 @@ def test_the_report_has_what_to_run_next(exported):
         f"llama-server -m {folder}/kite.gguf --mmproj {folder}/mmproj-kite.gguf",
         f"ollama create kite -f {folder}/Modelfile",
     ]
-    assert report.resizing == "stretched in training, padded by llama.cpp: give it squares"
+    assert report.resizing == "stretched, as in training"
     assert {file.name for file in folder.iterdir()} == {"mmproj-kite.gguf", "Modelfile"}
 
 
