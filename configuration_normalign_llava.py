@@ -81,14 +81,14 @@ class NormAlignLlavaConfig(LlavaConfig):
             count = f"got {self.vision_prefix_tokens!r}"
             raise ValueError(f"vision_prefix_tokens must be a positive whole number, {count}.")
 
-    def save_pretrained(self, save_directory, **kwargs):
+    def save_pretrained(self, save_directory, *args, **kwargs):
         """[`~transformers.PreTrainedConfig.save_pretrained`] with all entries of `auto_map`.
 
         LLaMA-Factory calls `register_for_auto_class` on the class of the model before it saves one.
         That makes `auto_map` name the whole model as the base class.
         """
         self.auto_map = dict(self.auto_map_entries)
-        return super().save_pretrained(save_directory, **kwargs)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
