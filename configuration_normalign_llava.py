@@ -47,6 +47,8 @@ class NormAlignLlavaConfig(LlavaConfig):
         "AutoModelForMultimodalLM": (
             "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration"
         ),
+        # LLaMA-Factory loads models that transformers does not know by this class.
+        "AutoModelForCausalLM": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
     }
     _auto_class = "AutoConfig"  # save_pretrained copies the code beside the weights
 
@@ -78,6 +80,15 @@ class NormAlignLlavaConfig(LlavaConfig):
         if type(self.vision_prefix_tokens) is not int or self.vision_prefix_tokens < 1:
             count = f"got {self.vision_prefix_tokens!r}"
             raise ValueError(f"vision_prefix_tokens must be a positive whole number, {count}.")
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """[`~transformers.PreTrainedConfig.save_pretrained`] with all entries of `auto_map`.
+
+        LLaMA-Factory calls `register_for_auto_class` on the class of the model before it saves one.
+        That makes `auto_map` name the whole model as the base class.
+        """
+        self.auto_map = dict(self.auto_map_entries)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:

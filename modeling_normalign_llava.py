@@ -487,6 +487,14 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
         return self.config.vision_prefix_tokens - 1
 
 
+# Arguments of `generate`. The cache may hold an image of an earlier turn.
+_SOURCES_OF_IMAGES = [
+    "pixel_values",
+    "mm_encoder_outputs",
+    "inputs_embeds",
+    "cache",
+    "past_key_values",
+]
 _ARGUMENTS = [*signature(llava.LlavaForConditionalGeneration.forward).parameters][1:]  # not self
 
 
@@ -527,6 +535,18 @@ class NormAlignLlavaForConditionalGeneration(
             return outputs
         loss = self.loss_function(outputs.logits, labels, text_config.vocab_size, **kwargs)
         return type(outputs)(loss=loss, **outputs)
+
+    @wraps(llava.LlavaForConditionalGeneration.generate)
+    def generate(self, inputs: Tensor | None = None, *args, **kwargs):
+        input_ids = kwargs.get("input_ids", inputs)
+        has_placeholder = input_ids is not None and self.config.image_token_id in input_ids
+        has_images = any(kwargs.get(name) is not None for name in _SOURCES_OF_IMAGES)
+        if has_placeholder and not has_images:
+            logger.warning_once(
+                "The prompt has the image token, but no image was given: the answer is about no "
+                'image. Pass pixel_values, or use pipeline("image-text-to-text").'
+            )
+        return super().generate(inputs, *args, **kwargs)
 
 
 def _scaled_logits(logits: Tensor, text_config: PreTrainedConfig) -> Tensor:

@@ -1,11 +1,16 @@
 """Generation as LLaVA's with a norm behind its projector; training after it in quantized models."""
 
+import inspect
+
 import pytest
 import tiny
 import torch
 from transformers import BitsAndBytesConfig
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava import (
+    NormAlignLlavaForConditionalGeneration,
+    modeling_normalign_llava as modeling,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,48 @@ def test_generate_as_llava_with_a_norm_in_a_hook(model, reference, options, imag
     assert torch.equal(answer_ids, expected_ids)
     # An untrained model repeats one token, whatever the image is; its logits differ.
     torch.testing.assert_close(logits, expected_logits)
+
+
+@pytest.fixture
+def warned(model, caplog):
+    """Generates, and returns the warnings of images that are not there."""
+
+    def run(**batch) -> list[str]:
+        modeling.logger.warning_once.cache_clear()
+        caplog.clear()
+        model.generate(**batch, max_new_tokens=2, do_sample=False)
+        return [message for message in caplog.messages if "image" in message]
+
+    return run
+
+
+def test_a_prompt_with_placeholders_but_no_image_is_warned_of(warned):
+    # So does pipeline("text-generation") ask a model about an image.
+    batch = tiny.inputs(images=2)
+    del batch["pixel_values"]
+    (warning,) = warned(**batch)
+    assert 'Pass pixel_values, or use pipeline("image-text-to-text")' in warning
+
+
+def test_prompts_that_miss_no_image_are_not_warned_of(warned, model):
+    assert warned(**tiny.inputs(images=0)) == []
+    batch = tiny.inputs(images=2)
+    assert warned(**batch) == []
+
+    # A second turn: the images are in the cache.
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = "past_key_values"
+    if "cache" in parameters:  # from transformers 5.24 on
+        cache_name = "cache"
+    first_turn = model(**batch, use_cache=True)
+    new_ids = torch.tensor([[5, 6, 7]])
+    input_ids = torch.cat([batch["input_ids"], new_ids], dim=1)
+    second_turn = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        cache_name: first_turn[cache_name],
+    }
+    assert warned(**second_turn) == []
 
 
 @pytest.fixture

@@ -288,6 +288,16 @@ def test_saving_is_stable(tmp_path, tied, max_shard_size, is_sharded):
     assert (shard_count > 1) == is_sharded
 
 
+def test_auto_map_is_saved_whole_after_the_class_is_registered_anew(tmp_path, monkeypatch):
+    # LLaMA-Factory registers the whole model's class as AutoModel before it saves.
+    model_class = NormAlignLlavaForConditionalGeneration
+    monkeypatch.setattr(model_class, "_auto_class", model_class._auto_class)
+    model_class.register_for_auto_class()
+    model = tiny.model()
+    model.save_pretrained(tmp_path)
+    assert read_config(tmp_path)["auto_map"] == model.config.auto_map_entries
+
+
 @pytest.mark.parametrize(
     ("model_class", "options"),
     [

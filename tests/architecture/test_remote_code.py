@@ -48,6 +48,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoProcessor,
@@ -69,6 +70,7 @@ config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
 base = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
 model = AutoModelForImageTextToText.from_pretrained(checkpoint, trust_remote_code=True)
 multimodal = AutoModelForMultimodalLM.from_pretrained(checkpoint, trust_remote_code=True)
+causal = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
 processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
 
 image = Image.linear_gradient("L").convert("RGB")
@@ -76,6 +78,7 @@ text = processor.apply_chat_template(messages, add_generation_prompt=True)
 inputs = processor(images=[image], text=text, return_tensors="pt")
 with torch.no_grad():
     logits = model(**inputs).logits
+    causal_logits = causal(**inputs).logits
     hidden = base(**inputs).last_hidden_state
 sequences = model.generate(**inputs, max_new_tokens=5, do_sample=False)
 pipe = pipeline("image-text-to-text", model=checkpoint, trust_remote_code=True)
@@ -88,12 +91,13 @@ answers = pipe(
 )
 model.save_pretrained(output_folder)
 
-own_objects = [config, base, model, multimodal]
+own_objects = [config, base, model, multimodal, causal]
 stranger = {
     "norm_classes": norm_classes,
     "modules": [type(x).__module__.split(".")[0] for x in own_objects],
     "classes": [type(x).__name__ for x in (*own_objects, processor)],
     "logits": logits[0, -1].tolist(),
+    "causal_logits": causal_logits[0, -1].tolist(),
     "hidden": hidden[0, -1].tolist(),
     "ids": sequences[0].tolist(),
     "answer": answers[0]["generated_text"],
@@ -217,10 +221,11 @@ def processor(checkpoint):
 
 
 def test_a_stranger_gets_classes_from_the_two_files(stranger):
-    assert stranger["modules"] == ["transformers_modules"] * 4
+    assert stranger["modules"] == ["transformers_modules"] * 5
     assert stranger["classes"] == [
         "NormAlignLlavaConfig",
         "NormAlignLlavaModel",
+        "NormAlignLlavaForConditionalGeneration",
         "NormAlignLlavaForConditionalGeneration",
         "NormAlignLlavaForConditionalGeneration",
         "LlavaProcessor",
@@ -236,6 +241,7 @@ def test_a_stranger_gets_what_the_installed_package_gives(stranger, model, proce
         expected_logits = model(**inputs).logits
         expected_hidden = model.model(**inputs).last_hidden_state
     assert stranger["logits"] == expected_logits[0, -1].tolist()
+    assert stranger["causal_logits"] == expected_logits[0, -1].tolist()
     assert stranger["hidden"] == expected_hidden[0, -1].tolist()
 
     expected_ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)

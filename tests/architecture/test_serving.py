@@ -10,6 +10,7 @@ import sys
 import pytest
 import tiny
 import tiny_parts as parts
+from adapters import make_adapter
 from asking import generate, request
 from paths import DOCS
 from PIL import Image
@@ -17,6 +18,7 @@ from served import served
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.checkpoint.weights import save_model
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -122,12 +124,18 @@ import json
 import sys
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 def main():
     model_folder = sys.argv[1]
     with open(sys.argv[2]) as file:
         conversations = json.load(file)
+    options = {}
+    adapter = None
+    if len(sys.argv) > 3:
+        options = {"enable_lora": True, "max_lora_rank": 8}
+        adapter = LoRARequest("adapter", 1, sys.argv[3])
     llm = LLM(
         model_folder,
         model_impl="transformers",
@@ -136,10 +144,11 @@ def main():
         enforce_eager=True,
         max_model_len=128,
         trust_remote_code=True,
+        **options,
     )
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
     answers = []
-    for result in llm.chat(conversations, sampling):
+    for result in llm.chat(conversations, sampling, lora_request=adapter):
         output = result.outputs[0]
         log_probabilities = []
         for token_id, candidates in zip(output.token_ids, output.logprobs):
@@ -153,7 +162,56 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is not set")
+needs_vllm = pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is not set")
+ASKED_IMAGES = [IMAGES[:1], [], IMAGES]
+
+
+def build_for_vllm(folder, vision="siglip", norm="layer_norm", tied=True):
+    """Builds a checkpoint of sizes that vLLM's attention supports."""
+    language = parts.language(
+        folder / "language",
+        tied=tied,
+        hidden_size=64,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    encoder = parts.vision(folder / "vision", vision)
+    build_checkpoint(encoder, language, folder / "model", norm=norm)
+    return folder / "model"
+
+
+def ask_vllm(folder, *adapter):
+    """The answers of `model` in a folder: ids and their log-probabilities."""
+    conversations = [request("what is it", *images) for images in ASKED_IMAGES]
+    (folder / "asked.json").write_text(json.dumps(conversations))
+    (folder / "ask.py").write_text(VLLM)
+    environment = {
+        **os.environ,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    process = subprocess.run(
+        [os.environ["VLLM_PYTHON"], "ask.py", "model", "asked.json", *map(str, adapter)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert process.returncode == 0, process.stderr[-5000:]
+    answer_lines = [line for line in process.stdout.splitlines() if line.startswith("[[")]
+    return json.loads(answer_lines[-1])
+
+
+def assert_answers_are_of(model_folder, answers):
+    for images, answer in zip(ASKED_IMAGES, answers, strict=True):
+        answer_ids, log_probabilities = answer
+        _, _, expected_ids, expected = generate(model_folder, "what is it", *images)
+        assert answer_ids == expected_ids
+        assert log_probabilities == pytest.approx(expected, abs=1e-4)
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("vision", "norm", "tied"),
     [
@@ -162,40 +220,22 @@ if __name__ == "__main__":
     ],
 )
 def test_vllm_answers_as_transformers(tmp_path, vision, norm, tied):
-    # vLLM's attention supports these sizes.
-    language = parts.language(
-        tmp_path / "language",
-        tied=tied,
-        hidden_size=64,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-    encoder = parts.vision(tmp_path / "vision", vision)
-    build_checkpoint(encoder, language, tmp_path / "model", norm=norm)
+    model_folder = build_for_vllm(tmp_path, vision, norm, tied)
+    answers = ask_vllm(tmp_path)
+    assert_answers_are_of(model_folder, answers)
 
-    asked_images = [IMAGES[:1], [], IMAGES]
-    conversations = [request("what is it", *images) for images in asked_images]
-    (tmp_path / "asked.json").write_text(json.dumps(conversations))
-    (tmp_path / "ask.py").write_text(VLLM)
-    environment = {
-        **os.environ,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    process = subprocess.run(
-        [os.environ["VLLM_PYTHON"], "ask.py", "model", "asked.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert process.returncode == 0, process.stderr[-5000:]
-    answer_lines = [line for line in process.stdout.splitlines() if line.startswith("[[")]
-    answers = json.loads(answer_lines[-1])
 
-    for images, answer in zip(asked_images, answers, strict=True):
-        answer_ids, log_probabilities = answer
-        _, _, expected_ids, expected = generate(tmp_path / "model", "what is it", *images)
-        assert answer_ids == expected_ids
-        assert log_probabilities == pytest.approx(expected, abs=1e-4)
+@needs_vllm
+def test_vllm_answers_as_peft_with_an_adapter_on_the_language_model(tmp_path):
+    model_folder = build_for_vllm(tmp_path, tied=False)
+    model = AutoModelForImageTextToText.from_pretrained(model_folder)
+    save_model(tiny.heeding(model), model_folder)
+    adapter_folder = tmp_path / "adapter"
+    make_adapter(model_folder, adapter_folder, modules_to_save=None)
+    AutoProcessor.from_pretrained(model_folder).save_pretrained(adapter_folder)
+
+    answers = ask_vllm(tmp_path, adapter_folder)
+    assert_answers_are_of(adapter_folder, answers)
+    plain_answer, *_ = generate(model_folder, "what is it", *IMAGES)
+    adapted_answer, *_ = generate(adapter_folder, "what is it", *IMAGES)
+    assert adapted_answer != plain_answer
