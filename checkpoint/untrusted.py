@@ -100,6 +100,8 @@ def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     model_type = settings.get("config.json", {}).get("model_type")
     if model_type != NormAlignLlavaConfig.model_type and not adapter_config:
         return  # other models may name their code, but it is not run
+    if "model_file" in settings.get("config.json", {}):
+        yield "model_file in config.json"  # MLX-VLM runs this file, without asking
     # All but the model is transformers' own and needs no code.
     for file_name in sorted(settings.keys() - {"config.json"}):
         if "auto_map" in dict(_items(settings[file_name])):
