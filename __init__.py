@@ -38,7 +38,7 @@ _EXPORTS = {
     "load_data": "data.sources.mixtures",
     "make_trainer": "train.run",
     "option_words": "quickstart.train:words",
-    "parse_options": "train.parsing:parse",
+    "parse_options": "train.options:parse",
     "prepare_rows": "data.sources.mixtures",
     "recipe_options": "quickstart.train:stage",
     "run_training": "train.run:train",
@@ -125,8 +125,7 @@ if TYPE_CHECKING:
     )
     from .train.collator import ConversationCollator
     from .train.modules.sizes import static_bytes
-    from .train.options import ModelArguments, NormAlignConfig
-    from .train.parsing import parse as parse_options
+    from .train.options import ModelArguments, NormAlignConfig, parse as parse_options
     from .train.run import make_trainer, train as run_training
     from .train.trainer import NormAlignTrainer
 

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .console import Console
+from .console import Console, hide_notices
 from .errors import exit_on_error
-from .log_filters import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -22,7 +21,7 @@ Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[
-    Dtype, Option(help="Dtype of the weights. auto keeps the checkpoint's; the norm is float32.")
+    Dtype, Option(help="Dtype of the weights. auto keeps the checkpoint's. The norm is float32.")
 ]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
@@ -30,7 +29,7 @@ ColumnsOption = Annotated[str | None, Option(help="Columns, such as image=path,a
 TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run a checkpoint's own code.")]
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="A model's folder or Hub id, or an adapter's folder.")]
-BaseOption = Annotated[str | None, Option(help="An adapter's base, if moved: folder or Hub id.")]
+BaseOption = Annotated[str | None, Option(help="Base of an adapter, if it was moved.")]
 BaseQuantizationOption = Annotated[
     Quantization | None,
     Option(help="How an adapter's base was quantized.", show_default="as in training.json"),
@@ -45,7 +44,7 @@ app = Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, Option("--version", help="Show the version.")] = False) -> None:
-    """Vision-language models whose visual tokens enter the language model with the norm of text."""
+    """Build, train, diagnose and publish LLaVA models whose visual tokens have the norm of text."""
     hide_notices()
     if version:
         echo(f"normalign-llava {__version__}")
@@ -76,7 +75,8 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Arm, Option(help="No norm, gain 1, gain aligned with text, or also compensated gradients.")
+        Arm,
+        Option(help="none: no norm. unit: gain 1. aligned: gain of text. gwc: compensated too."),
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
@@ -85,11 +85,11 @@ def build(
             parser=_parse_layers,
             metavar="N,...",
             show_default="-2",
-            help="Hidden states to project.",
+            help="Hidden states of the encoder to read.",
         ),
     ] = None,
     select_strategy: Annotated[
-        Strategy | None, Option(help="Leave out class token and registers, or keep all tokens.")
+        Strategy | None, Option(help="default leaves out class token and registers. full does not.")
     ] = None,
     chat_template: Annotated[
         Path | None, Option(help="Jinja file of the chat template.", exists=True)
@@ -139,7 +139,7 @@ def gain(
     ] = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Measure N_text and the gain of a model. Without --critical only embeddings are fetched."""
+    """Measure N_text and the gain of a model. Without --critical, it fetches only embeddings."""
     with exit_on_error():
         from .assembly.gain import embedding_statistics
         from .checkpoint.files import require_model
@@ -176,7 +176,7 @@ def train(
     full = "The same command with --dry_run says what fits."
     with exit_on_error(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
-            from .train.parsing import option_parser
+            from .train.options import option_parser
 
             return option_parser().print_help()
         words, recipe = read_command(context.args)
@@ -207,7 +207,7 @@ def data(
         int | None, Option(metavar="N", min=1, help="Show N rows. What is learned is marked.")
     ] = None,
     row: Annotated[
-        list[int] | None, Option(metavar="N", min=0, help="Show row N of its file, from 0.")
+        list[int] | None, Option(metavar="N", min=0, help="Show row N of a file, counted from 0.")
     ] = None,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
@@ -238,7 +238,7 @@ def merge(
     base_quantization: BaseQuantizationOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Merge a LoRA adapter into its base, a checkpoint that needs no PEFT. The norm is float32."""
+    """Merge a LoRA adapter into its base. The new checkpoint needs no PEFT."""
     with exit_on_error(extra="qlora"):
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
@@ -293,9 +293,9 @@ def export(
 def evaluate(
     model: ModelArgument,
     suite: Annotated[
-        list[str] | None, Option(help="Suites, by commas: paper, vision, text, offline.")
+        list[str] | None, Option(help="paper, vision, text, offline, or several, with commas.")
     ] = None,
-    tasks: Annotated[list[str] | None, Option(help="Tasks of the harness, by commas.")] = None,
+    tasks: Annotated[list[str] | None, Option(help="Tasks of the harness, with commas.")] = None,
     include_path: Annotated[Path | None, Option(help="Folder of task files.", exists=True)] = None,
     data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
     image_folder: ImageFolderOption = None,
@@ -352,7 +352,7 @@ def ask(
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     output: Annotated[
-        Path | None, Option(help="File for the answers, a line of JSON each. It is resumed.")
+        Path | None, Option(help="File of answers, as lines of JSON. A second run continues it.")
     ] = None,
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens in an answer.")] = 128,
     batch_size: BatchOption = 1,
@@ -362,16 +362,16 @@ def ask(
     base: BaseOption = None,
     base_quantization: BaseQuantizationOption = None,
 ) -> None:
-    """Ask a model about images. Without a question, it reads and answers one line after another."""
+    """Ask a model about images. Without a question, a conversation starts."""
     stopped = AGAIN if output else ""
     with exit_on_error(extra="qlora", stopped=stopped, full=FEWER):
         from .evaluation.ask import AskOptions, ask as run
 
-        options = AskOptions(system, max_new_tokens, batch_size, output)
-        run(
-            model,
-            words or [],
-            options,
+        options = AskOptions(
+            system,
+            max_new_tokens,
+            batch_size,
+            output,
             data=data,
             image_folder=image_folder,
             columns=columns,
@@ -381,14 +381,15 @@ def ask(
             dtype=dtype,
             load_in_4bit=load_in_4bit,
         )
+        run(model, words or [], options)
 
 
 @app.command()
 def compare(
-    models: Annotated[list[str], Argument(help="Model's FOLDER, or NAME=FOLDER,... of its seeds.")],
+    models: Annotated[list[str], Argument(help="FOLDER, or NAME=FOLDER,... for several seeds.")],
     output: Annotated[Path, Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
-    """Compare evaluated models with the first one, over the same questions, with intervals."""
+    """Compare evaluated models with the first one, on the same questions, with intervals."""
     with exit_on_error(extra="evaluate"):
         from .checkpoint.files import write_json
         from .evaluation.compare import compare_models, read_scores
@@ -465,7 +466,7 @@ def card(
     repo_id: Annotated[str | None, Option(help="Repository in the card's code: user/name.")] = None,
     replace: Annotated[bool, Option("--replace", help="Overwrite your own README.md.")] = False,
 ) -> None:
-    """Write the card, README.md, from the checkpoint's records. Text between its marks is kept."""
+    """Write the model card, README.md, from the checkpoint's records. It keeps text by hand."""
     with exit_on_error():
         from .hub_cards.card.write import write_card
 
@@ -493,13 +494,13 @@ def publish(
         bool, Option("--replace-files", help="Overwrite or remove files of others on the Hub.")
     ] = False,
     no_verify: Annotated[
-        bool, Option("--no-verify", help="Do not load it before and after.")
+        bool, Option("--no-verify", help="Do not load the model before and after.")
     ] = False,
     dry_run: Annotated[
         bool, Option("--dry-run", help="Only check, and show what would be sent.")
     ] = False,
 ) -> None:
-    """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""
+    """Check a checkpoint, send it to the Hub in one commit, and load it in a clean process."""
     console = Console()
     stopped = "The branch is unchanged or complete. Run it again: it sends the rest, and verifies."
     with exit_on_error(stopped=stopped):

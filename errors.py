@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -14,14 +15,13 @@ from rich.text import Text
 
 from .console import Console, escaped
 from .devices import MORE, device_error
-from .extras import how_to_install
 from .signals import Terminated, stop_on_signals
 
 
 TRACEBACK = "NORMALIGN_TRACEBACK"
 """If this variable is 1 in the environment, errors are printed with their traceback."""
 
-_DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
+_NO_SPACE_NUMBERS = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
 _TORCH_WRITE_FAILED = "PytorchStreamWriter failed writing|inline_container.*unexpected pos"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -140,9 +140,23 @@ def write_failure(error: BaseException | None) -> str | None:
     """Returns why a file was not written, if the reason or its cause is a full disk or quota."""
     # Searched in the text, since safetensors and torch raise no OSErrors.
     traceback_text = "".join(traceback.format_exception(error))
-    full_disk = re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", traceback_text)
+    full_disk = re.search(rf"(?:\[Errno |\(os error )({_NO_SPACE_NUMBERS})\b", traceback_text)
     if full_disk:
         return os.strerror(int(full_disk[1]))
     if re.search(_TORCH_WRITE_FAILED, traceback_text):
         return "a file could not be written to its end"  # torch.save gives no reason
     return None
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raises ImportError with the name of the extra if `what` needs a module that is missing."""
+    if find_spec(module) is None:
+        raise ImportError(
+            f"{what} needs {module}, but it is not installed. {how_to_install(extra)}."
+        )
+
+
+def how_to_install(extra: str) -> str:
+    """Returns a sentence on how to install an extra of this package. It is not on PyPI."""
+    requirement = f"'normalign-llava[{extra}] @ git+URL'"
+    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {requirement}"

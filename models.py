@@ -32,7 +32,7 @@ from .checkpoint.files import ADAPTER_CONFIG
 from .checkpoint.opening import Checkpoint, open_checkpoint
 from .checkpoint.precision import dtype_to_load, four_bits, torch_dtype
 from .configuration_normalign_llava import NormAlignLlavaConfig
-from .extras import check_installed
+from .errors import check_installed
 
 
 MODEL_CLASSES = {
@@ -41,6 +41,25 @@ MODEL_CLASSES = {
 }
 """By the class that loads models, the configurations of its models. The first class that fits
 is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is opened and loaded.
+
+    Attributes:
+        dtype: Type of the weights, see [`ModelHandle.load`]. An adapter does not use it.
+        load_in_4bit: Quantizes the model, see [`ModelHandle.load`]. An adapter does not use it.
+        trust_remote_code: Lets code from the checkpoint run, see [`resolve_model`].
+        base: Base model of an adapter, see [`resolve_model`].
+        base_quantization: Quantization of an adapter's base, see [`resolve_model`].
+    """
+
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    trust_remote_code: bool = False
+    base: str | None = None
+    base_quantization: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from ..checkpoint.precision import NF4, dtype_to_load
 from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import check_files, json_object, refuse_unreadable
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..extras import check_installed
+from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .processing import ARM_FIELDS, settle
+from .processing import ARM_FIELDS, normalize_tokenization
 
 
 LORA_SETTINGS = {
@@ -189,7 +189,7 @@ def open_adapter(
     _check_tensors(adapter, peft_config, config, opened.name)
     is_changed = norm_before != (config.projector_norm, config.projector_gain_init)
     processor = _load_processor(adapter, opened)
-    settle(processor)
+    normalize_tokenization(processor)
     return Adapter(
         folder=adapter,
         peft_config=peft_config,

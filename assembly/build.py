@@ -4,7 +4,7 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from ..checkpoint.untrusted import refuse_unreadable
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..console import Printed
+from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
 from .encoder import TokenLayout, load_encoder, require_vision_config, token_layout
-from .generation import copied_generation, flags_of, in_words
+from .generation import accepted_generation, flags_of, in_words
 from .image_processing import fix_size, plain_image_processor
 from .parts import (
     add_image_token,
@@ -63,7 +64,7 @@ class BuildReport(Printed):
         licenses: Licences of `"vision"` and `"language"`, see [`fetch_licence`].
         from_llava: Whether the norm was added to a LLaVA checkpoint, so that both parts are it.
         prompt_date: The date in prompts if the chat template asks for today's, and None otherwise.
-        generation: What `generation_config.json` says, see [`copied_generation`].
+        generation: What `generation_config.json` says, see [`accepted_generation`].
         generation_left_out: Flags of the language model's that are not copied.
         notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
@@ -112,8 +113,12 @@ class BuildReport(Printed):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How two parts become a checkpoint. [`build_checkpoint`] explains each option."""
+    """The arguments of [`build_checkpoint`]. Its docstring explains them."""
 
+    vision: str
+    language: str
+    output: str | os.PathLike
+    _: KW_ONLY
     arm: str = "gwc"
     norm: str = "layer_norm"
     feature_layer: int | Sequence[int] = -2
@@ -123,12 +128,9 @@ class BuildOptions:
     seed: int | None = None
 
 
-def build_checkpoint(
-    vision: str, language: str, output: str | os.PathLike, **keywords: Any
-) -> BuildReport:
+@takes_fields(BuildOptions)
+def build_checkpoint(options: BuildOptions) -> BuildReport:
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
-
-    The keyword arguments are the fields of [`BuildOptions`].
 
     Args:
         vision: Folder or Hub id of a vision encoder, or of a model with one, such as CLIP. Its
@@ -148,10 +150,10 @@ def build_checkpoint(
         seed: Seed of the projector's random weights. None uses torch's generator as it is.
 
     Raises:
+        TypeError: If an option does not exist.
         ValueError: If a part or an option does not fit. Nothing is written then.
         OSError: If a part cannot be fetched, or the checkpoint cannot be written.
     """
-    options = BuildOptions(**keywords)
     norm_settings = _check_arm(options.arm, options.norm)
     dtype = torch_dtype(options.dtype)
     if options.seed is not None:
@@ -159,10 +161,10 @@ def build_checkpoint(
     feature_layer = options.feature_layer
     if not isinstance(feature_layer, int):
         feature_layer = list(feature_layer)
-    check_not_in_run(Path(output))
-    with finished_folder(output) as folder:
-        vision_part = open_checkpoint(vision)
-        language_part = open_checkpoint(language)
+    check_not_in_run(Path(options.output))
+    with finished_folder(options.output) as folder:
+        vision_part = open_checkpoint(options.vision)
+        language_part = open_checkpoint(options.language)
         encoder = require_vision_config(vision_part)
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
@@ -170,10 +172,10 @@ def build_checkpoint(
         has_marks = set_chat_template(tokenizer, options.chat_template)
         image_processor, pixel_size = _image_processor(vision_part)
         tower = load_encoder(vision_part, encoder)
-        layout = token_layout(tower, pixel_size, feature_layer, vision)
+        layout = token_layout(tower, pixel_size, feature_layer, options.vision)
         strategy = layout.strategy(options.select_strategy)
-        left_out = max(1, layout.prefix)
-        processor = make_processor(image_processor, tokenizer, layout, strategy, left_out)
+        tokens_left_out = max(1, layout.prefix)
+        processor = make_processor(image_processor, tokenizer, layout, strategy, tokens_left_out)
         tokens_per_image = check_processor(processor)
         language_model = load_language_model(language_part, dtype)
         tower.to(language_model.dtype)
@@ -186,13 +188,13 @@ def build_checkpoint(
             image_seq_length=tokens_per_image,
             vision_feature_layer=feature_layer,
             vision_feature_select_strategy=strategy,
-            vision_prefix_tokens=left_out,
+            vision_prefix_tokens=tokens_left_out,
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **norm_settings,
         )
         model = assemble(config, tower, language_model, logits)
         built = _Built(model, processor, layout, vision_part, language_part, options.arm, has_marks)
-        return _finish(built, folder, output)
+        return _finish(built, folder, options.output)
 
 
 def retrofit_checkpoint(
@@ -320,7 +322,7 @@ def _warn_of_chat_template(built: _Built) -> None:
 def _set_generation(built: _Built) -> dict[str, Any]:
     """Sets the model's generation configuration. Returns the language model's flags left out."""
     model = built.model
-    model.generation_config, left_out = copied_generation(model.generation_config)
+    model.generation_config, left_out = accepted_generation(model.generation_config)
     stop_as_trained(model, built.processor)
     # Prompt lookup would repeat the prompt's image token without features for it.
     suppressed = model.generation_config.suppress_tokens or []

@@ -29,9 +29,9 @@ from ..checkpoint.untrusted import fetch_files, refuse_unreadable
 from ..checkpoint.weights import (
     check_space,
     fetch_index_folder,
+    reusable_files,
     save_model,
     size_of,
-    unchanged_files,
 )
 from ..console import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -152,7 +152,7 @@ def _files_to_link(
     if is_quantized or "vision_tower" in merged.changed or dtype != tensors.dtype:
         return {}
     index_folders = fetch_index_folder(base.name, base.revision)
-    return unchanged_files(merged.layout, ["vision_tower"], index_folders)
+    return reusable_files(merged.layout, ["vision_tower"], index_folders)
 
 
 def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:

@@ -18,7 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from torch import Tensor, nn
 
 from ..checkpoint.untrusted import refuse_unreadable
-from ..checkpoint.weights import module_of_file
+from ..checkpoint.weights import module_of_tensor
 from ..modeling_normalign_llava import stored_tensors
 from .adapter import ADAPTER_WEIGHTS, LORA_SETTINGS, Adapter, on_meta, put_on_meta
 from .base_tensors import BaseTensors
@@ -100,7 +100,7 @@ class MergedTensors:
             self._uses = _require_one_value(self._uses, tied_names, self._folder)
             self._merge_tied_pair()
         changed_names = [*self._wrapped, *self._uses.replacements]
-        self.changed = {module_of_file(f"{name}.") for name in changed_names}
+        self.changed = {module_of_tensor(f"{name}.") for name in changed_names}
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
         self.layout = stored_tensors(self.model)

@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -24,7 +25,10 @@ from transformers import (
 from ..checkpoint.prompts import fix_date
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
-from .encoder import TokenLayout
+
+
+if TYPE_CHECKING:  # only `normalign build` runs it
+    from .encoder import TokenLayout
 
 
 logger = logging.getLogger(__name__)
@@ -70,12 +74,12 @@ def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.init_kwargs["padding_side"] = "left"  # this one is saved
 
 
-def settle(processor: LlavaProcessor) -> None:
+def normalize_tokenization(processor: LlavaProcessor) -> None:
     """Makes a processor's tokenizer pad left and add no tokens, and its prompts have a fixed date.
 
     The chat template prints the tokens that the tokenizer put first. They are kept as `text_start`
     in `tokenizer_config.json`, for [`text_tokenizer`]. Without a chat template, only the padding
-    changes. A processor that is settled does not change.
+    changes. A second call changes nothing.
 
     Raises:
         ValueError: If a conversation's tokens would change, or if the tokenizer drops letters
@@ -175,21 +179,21 @@ def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> st
 def make_processor(
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
-    layout: TokenLayout,
+    layout: "TokenLayout",
     select_strategy: str,
-    left_out: int,
+    tokens_left_out: int,
 ) -> LlavaProcessor:
-    """Makes a [settled][`settle`] [`LlavaProcessor`] with a pad token.
+    """Makes a [`LlavaProcessor`] with a pad token and by [`normalize_tokenization`].
 
     Args:
         image_processor: The encoder's.
         tokenizer: The language model's, with an image token and a chat template.
         layout: The tokens of the encoder's hidden states.
         select_strategy: `"default"` or `"full"`.
-        left_out: Number of tokens that `"default"` leaves out. LLaVA leaves out one.
+        tokens_left_out: Number of tokens that `"default"` leaves out. LLaVA leaves out one.
 
     Raises:
-        ValueError: If the tokenizer cannot be settled.
+        ValueError: If the tokenization cannot be normalized.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -201,7 +205,7 @@ def make_processor(
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     additional_tokens = layout.prefix
     if select_strategy == "default":
-        additional_tokens -= left_out - 1  # the processor itself subtracts one
+        additional_tokens -= tokens_left_out - 1  # the processor itself subtracts one
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
@@ -210,5 +214,5 @@ def make_processor(
         num_additional_image_tokens=additional_tokens,
         chat_template=tokenizer.chat_template,
     )
-    settle(processor)
+    normalize_tokenization(processor)
     return processor

@@ -337,8 +337,8 @@ def answer(folder: Path) -> str:
     checkpoint = str(folder / "checkpoint")
     image = folder / "image.png"
     Image.new("RGB", (64, 64)).save(image)
-    options = AskOptions(max_new_tokens=4)
-    ask(checkpoint, [str(image), "What is it?"], options, load_in_4bit=True)
+    options = AskOptions(max_new_tokens=4, load_in_4bit=True)
+    ask(checkpoint, [str(image), "What is it?"], options)
     return "answered"
 
 

@@ -159,7 +159,7 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
         NotWritable: The folder is read-only, or the disk is full.
     """
     target = Path(target)
-    remove_unfinished(target)
+    complete_or_remove_unfinished(target)
     with _Replacement.claim(target) as replacement:
         yield replacement.new
         replacement.commit()
@@ -186,9 +186,9 @@ def finished_folder(
     target = Path(target).resolve()
     if replaceable:
         check_free(target.parent)
-    used_locks = remove_unfinished(target)
-    if used_locks:
-        raise ValueError(busy_message(target, used_locks[0]))
+    locks_in_use = complete_or_remove_unfinished(target)
+    if locks_in_use:
+        raise ValueError(busy_message(target, locks_in_use[0]))
     problem = _problem_with_earlier(target, replaceable)
     if problem:
         raise ValueError(f"{problem} Choose another folder, or move that away first.")
@@ -222,7 +222,7 @@ class _Replacement:
 
     A folder that is there already is moved into the temporary folder first. If the process is
     killed between these two moves, the next one that makes `target` does the second one: see
-    [`remove_unfinished`].
+    [`complete_or_remove_unfinished`].
 
     Attributes:
         target: The place.
@@ -262,7 +262,7 @@ class _Replacement:
             os.replace(self.new, self.target)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def is_abandoned(self) -> bool:
+    def has_only_our_files(self) -> bool:
         """Whether the folder holds what `claim` and `commit` put there, but not only a lock."""
         if self.folder.is_symlink() or not self.folder.is_dir():
             return False
@@ -275,7 +275,7 @@ class _Replacement:
         return names_inside <= {self.new.name, self._old.name, LOCK}
 
 
-def remove_unfinished(target: Path) -> list[Path]:
+def complete_or_remove_unfinished(target: Path) -> list[Path]:
     """Removes temporary folders for `target` of killed processes.
 
     Their names end in eight letters from `tempfile`.
@@ -283,20 +283,20 @@ def remove_unfinished(target: Path) -> list[Path]:
     Returns:
         The locks of the temporary folders that are in use.
     """
-    used_locks = []
+    locks_in_use = []
     for folder in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
         unfinished = _Replacement(target, folder)
-        if not unfinished.is_abandoned():
+        if not unfinished.has_only_our_files():
             continue
         lock = FileLock(folder / LOCK, thread_local=False)
         try:
             lock.acquire(timeout=0)
         except OSError:  # a process has it, or another user
-            used_locks.append(folder / LOCK)
+            locks_in_use.append(folder / LOCK)
             continue
         lock.release()
         unfinished.abort()
-    return used_locks
+    return locks_in_use
 
 
 def check_not_in_run(folder: Path) -> None:

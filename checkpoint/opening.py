@@ -29,7 +29,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..extras import check_installed
+from ..errors import check_installed
 from ..modeling_normalign_llava import (
     NormAlignLlavaForConditionalGeneration,
     saved_by_another_version,

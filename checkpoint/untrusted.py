@@ -98,13 +98,14 @@ def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     if adapter_config.get("megatron_config"):
         yield f"megatron_core in {ADAPTER_CONFIG}"
     model_type = settings.get("config.json", {}).get("model_type")
-    if model_type != NormAlignLlavaConfig.model_type and not adapter_config:
-        return  # other models may name their code, but it is not run
+    is_ours = model_type == NormAlignLlavaConfig.model_type or adapter_config
+    if not is_ours:  # other models may name their code, but it is not run
+        return
     if "model_file" in settings.get("config.json", {}):
         yield "model_file in config.json"  # MLX-VLM runs this file, without asking
-    # All but the model is transformers' own and needs no code.
+    # config.json names the model's code. Processor and generation are transformers' own.
     for file_name in sorted(settings.keys() - {"config.json"}):
-        if "auto_map" in dict(_items(settings[file_name])):
+        if "auto_map" in dict(_nested_items(settings[file_name])):
             yield f"auto_map in {file_name}"
     if (folder / "custom_generate").exists():
         yield "custom_generate"
@@ -113,7 +114,7 @@ def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
 def _kernels(settings: dict[str, Any]) -> Iterator[str]:
     """Yields the settings that name code on the Hub for the package `kernels` to fetch and run."""
     for file_name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
-        for setting, setting_value in _items(settings.get(file_name)):
+        for setting, setting_value in _nested_items(settings.get(file_name)):
             if "_implementation" in setting and "/" in str(setting_value):
                 yield f"{setting} {setting_value} in {file_name}"
 
@@ -254,11 +255,11 @@ def fetch_files(
     return [Path(cached_path) for cached_path in cached_paths or []]
 
 
-def _items(content: Any) -> Iterator[tuple[str, Any]]:
+def _nested_items(content: Any) -> Iterator[tuple[str, Any]]:
     """Yields all keys in a JSON value with their values, the outer ones first."""
     if isinstance(content, dict):
         yield from content.items()
         content = list(content.values())
     if isinstance(content, list):
         for part in content:
-            yield from _items(part)
+            yield from _nested_items(part)

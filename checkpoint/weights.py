@@ -123,7 +123,7 @@ def write_weights(
         layout: All tensors by name, for shapes and dtypes. They may be on meta.
         values: All names and values, in any order, to cast to those dtypes. By default, these are
             the tensors of `layout`.
-        linked: Files to link in place of writing, or copy if that fails: see [`unchanged_files`].
+        linked: Files to link in place of writing, or copy if that fails: see [`reusable_files`].
 
     Raises:
         ValueError: A tensor has no value.
@@ -176,7 +176,7 @@ def _write_index(
     write_json(folder / INDEX, index)
 
 
-def unchanged_files(
+def reusable_files(
     layout: Mapping[str, Tensor], frozen: Collection[str], folders: Sequence[Path]
 ) -> dict[str, Path]:
     """Returns files of frozen modules in earlier checkpoints that need not be written again.
@@ -192,7 +192,7 @@ def unchanged_files(
     """
     unchanged = {}
     for file_name, tensor_names in shards_of(layout).items():
-        if module_of_file(tensor_names[0]) not in frozen:
+        if module_of_tensor(tensor_names[0]) not in frozen:
             continue
         tensors = {name: layout[name] for name in tensor_names}
         for folder in folders:
@@ -218,7 +218,7 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """
     shards_by_module: dict[str, list[list[str]]] = {}
     for tensor_name, tensor in layout.items():
-        shards = shards_by_module.setdefault(module_of_file(tensor_name), [[]])
+        shards = shards_by_module.setdefault(module_of_tensor(tensor_name), [[]])
         shard = shards[-1]
         shard_bytes = sum(layout[earlier_name].nbytes for earlier_name in shard)
         if shard and shard_bytes + tensor.nbytes > SHARD_BYTES:
@@ -257,7 +257,7 @@ def check_space(folder: Path, size: int, remedy: str) -> None:
         )
 
 
-def module_of_file(tensor: str) -> str:
+def module_of_tensor(tensor: str) -> str:
     """Returns the module whose file holds a tensor."""
     for module in ("vision_tower", "multi_modal_projector"):
         if f"{module}." in tensor:

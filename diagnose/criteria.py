@@ -98,8 +98,8 @@ NEARNESS = "Figures 4a, 4b: with the norm, norms and rotations of both are neare
 FOCUS = "Appendix G: with the norm, attention to the image is less diffuse."
 CLAIMS = (RQ1, RQ2, RQ3, UPDATES, BOTTOM, NEARNESS, FOCUS)
 
-MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order; its smallest ratio is 5.6."
-SAME_AS_CRITICAL = "`normalign gain --critical` calls the norm critical from the same rotation on."
+MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order. Its smallest ratio is 5.6."
+SAME_AS_CRITICAL = "`normalign gain --critical` has the same limit."
 
 CRITERIA = {
     "projector": Criterion(
@@ -118,7 +118,7 @@ CRITERIA = {
         0.5,
         0.5,
         "layers",
-        "The paper's divergence is in all layers; a mean may come of a few. By chance it is half.",
+        "In the paper all layers differ. A few can lower a mean. By chance the share is half.",
     ),
     "update size": Criterion(
         UPDATES,
@@ -127,7 +127,7 @@ CRITERIA = {
         EQUAL,
         None,
         "samples",
-        "A quarter is small beside the ratios of norms that should explain rotation.",
+        "The ratios of norms should explain rotation. A quarter is small beside them.",
     ),
     "update angle": Criterion(
         UPDATES,

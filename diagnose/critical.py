@@ -22,7 +22,7 @@ from ..models import resolve_model
 from .criteria import CRITERIA
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers
-from .measure.probe import placed
+from .measure.probe import moved_and_cast
 from .report import KINDS
 
 
@@ -122,7 +122,7 @@ def measure_updates(
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
-        token_ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
+        token_ids = moved_and_cast(tokenizer(text, return_tensors="pt").input_ids, decoder)
         kind_masks = torch.zeros(len(KINDS), token_ids.numel(), dtype=torch.bool)
         kind_masks[KINDS.index("text"), 1:] = True  # the first may be a sink, of huge norm
         with torch.no_grad(), probe.watching(kind_masks.clone):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..console import printable
-from ..data.rows.forms import filled_columns, image_name, known_row, unread_image
+from ..data.rows.forms import filled_columns, image_name, read_row_with_proposal, unread_image
 from ..data.rows.images import decode_image
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
@@ -181,7 +181,7 @@ def _require_usable(name: str, raw: Any, source: Source) -> Sample | None:
     Raises ValueError if the row has an image, but cannot be used.
     """
     try:
-        row = known_row(raw)
+        row = read_row_with_proposal(raw)
         if not row.images:
             return None
         image = source.rules.image(row.images[0])

@@ -6,7 +6,7 @@ import math
 import platform
 import re
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..checkpoint.files import DYNAMICS, finished_folder
 from ..checkpoint.precision import ProductsInBfloat16, emulates_float16, torch_dtype
 from ..console import Printed
-from ..models import ModelHandle, require_processor, resolve_model
+from ..keywords import takes_fields
+from ..models import ModelHandle, ModelOptions, require_processor, resolve_model
 from .data import Sample, Samples, batches, load_samples
 from .figures import draw
 from .findings import Finding, findings, verdict
@@ -82,10 +83,11 @@ class Diagnosis(Printed):
 
 
 @dataclass(frozen=True)
-class DiagnosisOptions:
-    """The options of [`diagnose`], as it explains them."""
+class DiagnosisOptions(ModelOptions):
+    """The arguments of [`diagnose`]. Its docstring explains them."""
 
     model: str
+    _: KW_ONLY
     against: str | None = None
     data: str | None = None
     image_folder: str | None = None
@@ -94,13 +96,8 @@ class DiagnosisOptions:
     output: str | Path | None = None
     batch_size: int = 8
     seed: int = 0
-    dtype: str = "auto"
-    load_in_4bit: bool = False
-    trust_remote_code: bool = False
     name: str | None = None
     against_name: str | None = None
-    base: str | None = None
-    base_quantization: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -114,7 +111,8 @@ class DiagnosisOptions:
         return folder.expanduser().resolve()
 
 
-def diagnose(model: str, **keywords: Any) -> Diagnosis:
+@takes_fields(DiagnosisOptions)
+def diagnose(options: DiagnosisOptions) -> Diagnosis:
     """Measures `model`, and `against` on the same images, and writes report and figures.
 
     Args:
@@ -137,7 +135,6 @@ def diagnose(model: str, **keywords: Any) -> Diagnosis:
         OSError: A model cannot be fetched, or the folder cannot be written.
         ImportError: A model needs a package that is not installed.
     """
-    options = DiagnosisOptions(model, **keywords)
     torch_dtype(options.dtype)  # raises if no dtype has this name
     handles = _open_models(options)
     names = _names_in_report(options, handles)

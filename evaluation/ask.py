@@ -4,7 +4,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..console import Console, escaped
 from ..data.rows.images import decode_image
 from ..errors import writing_to
-from ..models import ModelHandle, require_processor, resolve_model
+from ..models import ModelHandle, ModelOptions, require_processor, resolve_model
 from .answering import (
     AnswerStream,
     Message,
@@ -25,15 +25,14 @@ from .answering import (
     require_free_positions,
     user_turn,
 )
-from .options import ModelOptions
 from .questions import (
     Question,
     check_images,
-    first_turns,
     question_about,
     read_questions,
     read_questions_about_each,
     read_words,
+    system_turns,
 )
 
 
@@ -44,60 +43,55 @@ HOW_TO_TALK = (
 
 
 @dataclass(frozen=True)
-class AskOptions:
-    """How `normalign ask` asks.
+class AskOptions(ModelOptions):
+    """How `normalign ask` asks, beside the options of [`ModelOptions`].
 
     Attributes:
         system: The system turn. If None, it is left to the chat template.
         max_new_tokens: Longest answer, in tokens.
         batch_size: Questions that are answered together, where there are several.
         output: File that gets a JSON object for each answer. If None, answers are only printed.
+        data: Data whose rows are asked, in any form that training reads.
+        image_folder: Folder of the images of `data`, as in training.
+        columns: Columns of `data`, as in training.
     """
 
     system: str | None = None
     max_new_tokens: int = 128
     batch_size: int = 1
     output: Path | None = None
+    _: KW_ONLY
+    data: str | None = None
+    image_folder: str | None = None
+    columns: str | None = None
 
 
-def ask(
-    model: str,
-    words: Sequence[str],
-    options: AskOptions,
-    *,
-    data: str | None = None,
-    image_folder: str | None = None,
-    columns: str | None = None,
-    **keywords: Any,
-) -> None:
+def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     """Asks a model what the command line says, and prints its greedy answers.
 
     Args:
         model: Folder or Hub id of a vision-language model, or an adapter's folder.
         words: Image files, then the question about them. In place of files, a folder: the question
             is asked about each image in it. Without a question, lines of standard input are the
-            user's turns of a conversation.
-        options: How to ask, and where the answers go.
-        data: Data whose rows are asked, in place of `words`, in any form that training reads.
-        image_folder: Folder of the images of `data`, as in training.
-        columns: Columns of `data`, as in training.
-        keywords: The fields of [`ModelOptions`].
+            user's turns of a conversation. Empty if the options name data.
+        options: How to ask, where the answers go, and how the model is loaded.
 
     Raises:
         ValueError: Model, images or questions cannot be used. Weights are not loaded then.
-        TypeError: An option does not exist.
         OSError: The model cannot be fetched, or `output` cannot be written.
         ImportError: The model needs a package that is not installed.
     """
-    model_options = ModelOptions(**keywords)
     images, text = read_words(words)
-    if data is None:
+    if options.data is None:
         questions = _read_questions_of_words(images, text, options)
     elif words:
         raise ValueError("--data has the images and questions. Leave the others out.")
     else:
         questions = read_questions(
-            data, image_folder=image_folder, columns=columns, system=options.system
+            options.data,
+            image_folder=options.image_folder,
+            columns=options.columns,
+            system=options.system,
         )
     check_images(questions)
     answered_count = 0
@@ -105,12 +99,12 @@ def ask(
         answered_count = count_answered(options.output, questions, model)
     handle = resolve_model(
         model,
-        trust_remote_code=model_options.trust_remote_code,
-        base=model_options.base,
-        base_quantization=model_options.base_quantization,
+        trust_remote_code=options.trust_remote_code,
+        base=options.base,
+        base_quantization=options.base_quantization,
     )
     processor = require_processor(handle)
-    start = first_turns(options.system)
+    start = system_turns(options.system)
     decoded_images = []
     if questions:
         check_texts(processor, [question.turns for question in questions])
@@ -118,7 +112,7 @@ def ask(
     else:
         decoded_images = [decode_image({"path": str(image), "bytes": None}) for image in images]
         check_length(handle, [*start, user_turn("", decoded_images)])
-    loaded = handle.load(dtype=model_options.dtype, load_in_4bit=model_options.load_in_4bit)
+    loaded = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
     if not questions:
         converse(loaded, processor, start, decoded_images, options.max_new_tokens)
     elif len(questions) == 1 and options.output is None:

@@ -189,7 +189,8 @@ def run_task(
         settings=settings,
     )
     samples_by_task = raw.pop("samples")
-    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
+    name_pattern = folder / "results.json"  # the harness adds the date to such a name
+    tracker = EvaluationTracker(output_path=str(name_pattern))
     tracker.save_results_aggregated(raw, samples=samples_by_task)
     for task_name, samples in samples_by_task.items():
         tracker.save_results_samples(task_name, samples)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import track
 
-from ..data.rows.forms import known_row
+from ..data.rows.forms import read_row_with_proposal
 from ..data.rows.images import SUFFIXES, decode_image, image_problem
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
@@ -62,7 +62,7 @@ def with_images(turns: Sequence[Message], images: Sequence[dict]) -> list[Messag
     return filled
 
 
-def first_turns(system: str | None) -> list[Message]:
+def system_turns(system: str | None) -> list[Message]:
     """Returns the turns that a conversation starts with."""
     return [make_turn("system", system)] if system else []
 
@@ -101,7 +101,7 @@ def _names_an_image(word: str) -> bool:
 def question_about(images: Sequence[Path], text: str, system: str | None) -> Question:
     """Returns one question about all of the images."""
     image_names = ", ".join(image.name for image in images)
-    turns = first_turns(system)
+    turns = system_turns(system)
     turns.append(user_turn(text, [None] * len(images)))
     stored_images = [{"path": str(image), "bytes": None} for image in images]
     return Question(image_names or "the question", turns, stored_images)
@@ -197,11 +197,12 @@ def check_images(questions: Sequence[Question]) -> None:
 
 def _require_question(name: str, stored_row: Any, opened: Source, system: str | None) -> Question:
     """Returns the question of a row. Raises ValueError if it has none, or an image that is bad."""
-    row = known_row(stored_row)
+    row = read_row_with_proposal(stored_row)
     images = [opened.rules.image(image) for image in row.images]
     problem = image_problem(images, opened.rules, decode=False)
     if problem:
-        raise ValueError(problem[1])
+        _, reason = problem
+        raise ValueError(reason)
     turns = []
     truth = None
     for message in row.messages:
@@ -213,14 +214,16 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
         raise ValueError("it has no question")
     turn_count = len(turns)
     if turns[0]["role"] != "system":
-        turns = [*first_turns(system), *turns]
+        turns = [*system_turns(system), *turns]
+    later_messages = row.messages[turn_count + 1 :]  # after the answer
+    # Images are in the order of the turns: later ones belong to turns that are not asked.
     image_count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
     return Question(
         name=name,
         turns=turns,
         images=images[:image_count],
         truth=truth,
-        further_turns=max(0, len(row.messages) - turn_count - 1),  # the answer is not counted
+        further_turns=len(later_messages),
     )
 
 

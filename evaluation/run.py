@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
@@ -21,9 +21,9 @@ from ..checkpoint.files import finished_folder, lock_folder
 from ..console import Console, Printed
 from ..devices import device_error
 from ..errors import NotWritable
-from ..models import ModelHandle, resolve_model
+from ..keywords import takes_fields
+from ..models import ModelHandle, ModelOptions, resolve_model
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
-from .options import EvaluateOptions, ModelOptions
 from .own_data import OWN_TASK, own_task
 from .results import (
     EVALUATION,
@@ -134,17 +134,25 @@ class ResultKey:
         )
 
 
-def evaluate(
-    model: str,
-    *,
-    suites: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    include_path: Path | None = None,
-    data: str | None = None,
-    limit: int | None = None,
-    output: Path | None = None,
-    **keywords: Any,
-) -> Evaluated:
+@dataclass(frozen=True)
+class EvaluateOptions(ModelOptions):
+    """The arguments of [`evaluate`]. Its docstring explains them."""
+
+    model: str
+    _: KW_ONLY
+    suites: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    include_path: Path | None = None
+    data: str | None = None
+    image_folder: str | None = None
+    columns: str | None = None
+    limit: int | None = None
+    output: Path | None = None
+    batch_size: int = 1
+
+
+@takes_fields(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> Evaluated:
     """Evaluates a model with lm-evaluation-harness, and writes results to `evaluation/`.
 
     Each result is written when it is finished. The next time, its task is skipped if nothing has
@@ -156,11 +164,13 @@ def evaluate(
         suites: Names of suites, see [`SUITES`].
         tasks: Names of further tasks of the harness.
         include_path: Folder with the user's own task files, as the harness reads them.
-        data: The user's own questions and answers, see [`own_task`].
+        data, image_folder, columns: The user's own questions and answers, see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         output: Folder that gets `evaluation/`. By default, this is the model's folder or, for a Hub
             id, `evaluations/NAME`.
-        keywords: The fields of [`EvaluateOptions`].
+        batch_size: Questions that are answered together.
+        dtype, load_in_4bit, trust_remote_code, base, base_quantization: How the model is opened and
+            loaded, see [`ModelOptions`].
 
     Raises:
         ValueError: Model, task or data cannot be read, or a limit would replace whole results.
@@ -169,21 +179,25 @@ def evaluate(
         ImportError: The model needs a package that is not installed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    options = EvaluateOptions(**keywords)
-    task_names, manager = chosen_tasks(suites, tasks, include_path, limit)
+    task_names, manager = chosen_tasks(
+        options.suites, options.tasks, options.include_path, options.limit
+    )
     chosen: dict[str, str | OfflineTask] = {task_name: task_name for task_name in task_names}
-    if data:
-        task_of_data = own_task(data, image_folder=options.image_folder, columns=options.columns)
+    if options.data:
+        task_of_data = own_task(
+            options.data, image_folder=options.image_folder, columns=options.columns
+        )
         chosen[task_of_data.config.task] = task_of_data
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     handle = resolve_model(
-        model,
+        options.model,
         trust_remote_code=options.trust_remote_code,
         base=options.base,
         base_quantization=options.base_quantization,
     )
-    key = _require_result_key(handle, options, include_path, limit)
+    key = _require_result_key(handle, options)
+    output = options.output
     if output is None:
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
     with lock_folder(output):
@@ -257,9 +271,7 @@ def _require_precision_settings(handle: ModelHandle, options: ModelOptions) -> d
     return settings
 
 
-def _require_result_key(
-    handle: ModelHandle, options: EvaluateOptions, include_path: Path | None, limit: int | None
-) -> ResultKey:
+def _require_result_key(handle: ModelHandle, options: EvaluateOptions) -> ResultKey:
     """Reads the files that results depend on, and returns the key of a new result.
 
     Raises ValueError and ImportError as [`_require_precision_settings`] does.
@@ -272,15 +284,15 @@ def _require_result_key(
         weights = files_hash(folder, WEIGHT_FILES)
         model_files = files_hash(folder, *FILES_BESIDE_WEIGHTS)
     task_files = None
-    if include_path is not None:
-        task_files = files_hash(include_path, *TASK_FILES)
+    if options.include_path is not None:
+        task_files = files_hash(options.include_path, *TASK_FILES)
     if handle.adapter:
         weight_settings = _read_base_settings(handle.adapter)
     else:
         weight_settings = _require_precision_settings(handle, options)
     settings = {
         "batch_size": options.batch_size,
-        "limit": limit,
+        "limit": options.limit,
         "files": model_files,
         "tasks": task_files,
         **weight_settings,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on questions about images: answers are sampled, and the right and the short ones rewarded.
+"""GRPO on questions about images. The model samples answers, and right and short ones are rewarded.
 
     accelerate launch examples/grpo.py --model_name_or_path MODEL --dataset_name DATA
                       --output_dir OUTPUT
@@ -28,13 +28,13 @@ def as_prompt(row):
 
 
 def correct(completions, answer, **kwargs):
-    """1 for the answer in the data, whatever its case and its full stop."""
+    """1 for the answer in the data. Case and a full stop do not matter."""
     pairs = zip(completions, answer, strict=True)
     return [float(_text(said).lower().rstrip(".") == right.lower()) for said, right in pairs]
 
 
 def short(completions, **kwargs):
-    """A hundredth off for each character, so that of two right answers the shorter one wins."""
+    """0.01 less for each character, so that the shorter one of two right answers wins."""
     return [-0.01 * len(_text(said)) for said in completions]
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         max_completion_length=32,
         max_grad_norm=10.0,
     )
-    if not half_precision_pays():  # else TRL's default, which is true
+    if not half_precision_pays():  # TRL's default is true
         parser.set_defaults(bf16=False)
     script, args, model = parser.parse_args_and_config()
     args.model_init_kwargs = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoint.opening import Checkpoint
 from .projector import Projector, computed_by_llama_cpp, projector_tensors
 from .requirements import TOWER_ACTIVATIONS, feature_layers
+from .resizing import NO_TILES, is_padded
 from .tower import read_vision_parts, sample_features, tower_tensors
 
 
@@ -130,6 +131,8 @@ def _add_settings(
     writer.add_vision_image_mean(list(image_processor.image_mean))
     writer.add_vision_image_std(list(image_processor.image_std))
     writer.add_array("clip.vision.feature_layer", layers)
+    if not is_padded(image_processor):
+        writer.add_array("clip.vision.image_grid_pinpoints", NO_TILES)
     activation = TOWER_ACTIVATIONS[vision.hidden_act]
     writer.add_vision_use_gelu(activation == "gelu")
     writer.add_vision_use_silu(activation == "silu")

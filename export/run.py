@@ -5,9 +5,8 @@ import os
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,9 +16,11 @@ from ..checkpoint.files import ADAPTER_CONFIG, finished_folder
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import torch_dtype
 from ..console import Printed
-from ..extras import check_installed
+from ..errors import check_installed
+from ..keywords import takes_fields
 from .ollama import modelfile
 from .requirements import check_exportable
+from .resizing import describe_resizing
 from .text import SCRIPT, find_script, script_command, write_text
 
 
@@ -39,7 +40,7 @@ class ExportReport(Printed):
         text_file: Name of the GGUF file with the language model.
         difference: Largest difference between visual tokens of sample pictures here and by
             llama.cpp's arithmetic, over their largest number.
-        resizing: What is done with a picture that is not square, here and by llama.cpp.
+        resizing: What llama.cpp does with a picture of another size, and what training did.
         next_commands: What to run next, in order.
     """
 
@@ -47,7 +48,7 @@ class ExportReport(Printed):
         "vision_file": "vision part",
         "text_file": "text part",
         "difference": "largest difference of visual tokens, relative",
-        "resizing": "pictures that are not square",
+        "resizing": "pictures of other sizes",
     }
 
     output: str
@@ -58,16 +59,23 @@ class ExportReport(Printed):
     next_commands: list[str]
 
 
-def export_gguf(
-    model: str | os.PathLike,
-    output: str | os.PathLike,
-    *,
-    name: str | None = None,
-    dtype: str | torch.dtype = "float16",
-    llama_cpp: str | os.PathLike | None = None,
-    text_type: str = "f16",
-    **adapter_options: str | None,
-) -> ExportReport:
+@dataclass(frozen=True)
+class ExportOptions:
+    """The arguments of [`export_gguf`]. Its docstring explains them."""
+
+    model: str | os.PathLike
+    output: str | os.PathLike
+    _: KW_ONLY
+    name: str | None = None
+    dtype: str | torch.dtype = "float16"
+    llama_cpp: str | os.PathLike | None = None
+    text_type: str = "f16"
+    base: str | None = None
+    base_quantization: str | None = None
+
+
+@takes_fields(ExportOptions)
+def export_gguf(options: ExportOptions) -> ExportReport:
     """Writes a checkpoint as GGUF files that an unmodified llama.cpp runs.
 
     `mmproj-NAME.gguf` has the vision encoder up to the layer that is read, projector and norm.
@@ -82,9 +90,10 @@ def export_gguf(
         llama_cpp: Folder of llama.cpp's sources. Without it, the language model is not written, and
             `next_commands` begin with the command that writes it.
         text_type: The script's `--outtype`, one of `TEXT_TYPES`.
-        adapter_options: `base` and `base_quantization` of an adapter, as of [`merge_adapter`].
+        base, base_quantization: As of [`merge_adapter`], if the model is an adapter.
 
     Raises:
+        TypeError: An option does not exist.
         ValueError: llama.cpp cannot compute the model, a file is missing or damaged, or the script
             fails. Nothing is written then.
         OSError: The model cannot be fetched, or the files cannot be written.
@@ -93,27 +102,30 @@ def export_gguf(
     check_installed("gguf", "export", "`normalign export`")
     from .mmproj import write_mmproj
 
-    tower_dtype = torch_dtype(dtype)
+    tower_dtype = torch_dtype(options.dtype)
     if not isinstance(tower_dtype, torch.dtype):
-        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}.")
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {options.dtype!r}.")
+    text_type = options.text_type
     if text_type not in TEXT_TYPES:
         raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")
-    script = find_script(Path(os.path.expanduser(llama_cpp))) if llama_cpp else None
-    source = Path(os.path.expanduser(model))
-    name = name or source.resolve().name
+    script = None
+    if options.llama_cpp:
+        script = find_script(Path(os.path.expanduser(options.llama_cpp)))
+    source = Path(os.path.expanduser(options.model))
+    name = options.name or source.resolve().name
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"name must be a file's name without spaces, got {name!r}.")
     vision_file = f"mmproj-{name}.gguf"
     text_file = f"{name}.gguf"
+    output = Path(options.output)
     with finished_folder(output) as folder:
-        checkpoint = _open_or_merge(model, folder / MERGED, **adapter_options)
+        checkpoint = _open_or_merge(options, folder / MERGED)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
         if script:
             write_text(script, checkpoint, folder / text_file, text_type)
             shutil.rmtree(folder / MERGED, ignore_errors=True)
         instructions = modelfile(checkpoint.processor, text_file, vision_file)
         (folder / MODELFILE).write_text(instructions, "utf-8")
-    output = Path(output)
     next_commands = _commands_to_run(output, vision_file, text_file)
     if not script:
         is_merged = (output / MERGED).is_dir()
@@ -126,38 +138,28 @@ def export_gguf(
         vision_file=vision_file,
         text_file=text_file if script else "not written",
         difference=difference,
-        resizing=_resizing(checkpoint.processor.image_processor),
+        resizing=describe_resizing(checkpoint.processor.image_processor),
         next_commands=next_commands,
     )
 
 
-def _open_or_merge(
-    model: str | os.PathLike,
-    merged_folder: Path,
-    base: str | None = None,
-    base_quantization: str | None = None,
-) -> Checkpoint:
+def _open_or_merge(options: ExportOptions, merged_folder: Path) -> Checkpoint:
     """Opens a checkpoint that llama.cpp can compute. An adapter is merged to `merged_folder`.
 
     Raises:
         ValueError: The model does not exist, or llama.cpp cannot compute it.
     """
-    source = Path(os.path.expanduser(model))
+    source = Path(os.path.expanduser(options.model))
     if not (source / ADAPTER_CONFIG).is_file():
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(options.model)
         image_processor = checkpoint.processor.image_processor
         check_exportable(checkpoint.name, checkpoint.config, image_processor)
         return checkpoint
-    adapter = open_adapter(source, base, base_quantization)
+    quantization = options.base_quantization
+    adapter = open_adapter(source, options.base, quantization)
     check_exportable(str(source), adapter.config, adapter.processor.image_processor)
-    merge_adapter(source, merged_folder, base=base, base_quantization=base_quantization)
+    merge_adapter(source, merged_folder, base=options.base, base_quantization=quantization)
     return open_checkpoint(merged_folder)
-
-
-def _resizing(image_processor: Any) -> str:
-    is_cropped = getattr(image_processor, "do_center_crop", False)
-    here = "cropped" if is_cropped else "stretched"
-    return f"{here} in training, padded by llama.cpp: give it squares"
 
 
 def _commands_to_run(output: Path, vision_file: str, text_file: str) -> list[str]:

@@ -111,11 +111,13 @@ def fetch(archive: Archive) -> Path:
     unfinished = target.with_name(f".{target.name}.unfinished")
     with _locked(target):
         if target.exists():
-            return _checked_file(target, archive)
+            _require_checksum(target, archive)
+            return target
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         downloaded = _download(archive, unfinished)
-        os.replace(_checked_file(downloaded, archive), target)
+        _require_checksum(downloaded, archive)
+        os.replace(downloaded, target)
         unfinished.rmdir()
     return target
 
@@ -187,12 +189,11 @@ def _download(archive: Archive, folder: Path) -> Path:
     return folder / archive.filename
 
 
-def _checked_file(path: Path, archive: Archive) -> Path:
-    """Returns the path of an archive. Raises FetchError if it has another checksum."""
+def _require_checksum(path: Path, archive: Archive) -> None:
+    """Raises FetchError if a file has another SHA-256 than the archive."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != archive.sha256:
         raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}: remove it")
-    return path
 
 
 def _error(archive: Archive, reason: str) -> FetchError:

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from .. import evaluation
 from ..checkpoint.files import require_checkpoint
-from ..extras import check_installed
+from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
 
 

@@ -24,6 +24,8 @@ NOTICES = ("notices/vision", "notices/language")
 """Folders of the licences and notices that came with the parts."""
 GGUF = "gguf"
 """Folder in a checkpoint that `normalign export` may write to."""
+MODELFILE = "Modelfile"
+"""The file that `ollama create` reads."""
 _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
 
 
@@ -40,6 +42,22 @@ def notices(folder: Path) -> list[str]:
 def gguf_files(folder: Path) -> list[Path]:
     """Returns the GGUF files in a checkpoint folder, and in its folder `gguf`."""
     return sorted([*folder.glob("*.gguf"), *folder.glob(f"{GGUF}/*.gguf")])
+
+
+def complete_modelfile(folder: Path) -> str | None:
+    """Returns the path of the Modelfile in a checkpoint folder, or in its folder `gguf`.
+
+    None if there is none, or if a file that it names is missing. Ollama looks for such files beside
+    the Modelfile.
+    """
+    for file in (folder / GGUF / MODELFILE, folder / MODELFILE):
+        if not file.is_file():
+            continue
+        lines = file.read_text("utf-8", "replace").splitlines()
+        names = [line.removeprefix("FROM ").strip() for line in lines if line.startswith("FROM ")]
+        if names and all((file.parent / name).is_file() for name in names):
+            return file.relative_to(folder).as_posix()
+    return None
 
 
 def read_public_report(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..data.rows.values import as_list
 from ..fetched.easy_vqa import training_data
 from ..train.command import read_recipe, recipe_file
 from ..train.keeping.checkpoints import checkpoints_in
-from ..train.parsing import parse
+from ..train.options import parse
 from ..train.run import train
 
 

@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 from normalign_llava import NormAlignLlavaForConditionalGeneration, __version__
 from normalign_llava.checkpoint.untrusted import refuse_unreadable
 from normalign_llava.cli import app
-from normalign_llava.errors import exit_on_error
-from normalign_llava.extras import how_to_install
+from normalign_llava.errors import exit_on_error, how_to_install
 from normalign_llava.train.command import SHOWN
-from normalign_llava.train.parsing import option_parser
+from normalign_llava.train.options import option_parser
 
 
 def invoke(*arguments):

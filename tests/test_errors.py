@@ -18,11 +18,15 @@ from rich.control import Control
 from rich.table import Table
 from rich.text import Text
 
-from normalign_llava.console import Console, Printed, escaped, printable
+from normalign_llava.console import NOTICES, Console, Printed, escaped, hide_notices, printable
 from normalign_llava.devices import device_error
-from normalign_llava.errors import NotWritable, exit_on_error, write_failure, writing_to
-from normalign_llava.extras import check_installed
-from normalign_llava.log_filters import NOTICES, hide_notices
+from normalign_llava.errors import (
+    NotWritable,
+    check_installed,
+    exit_on_error,
+    write_failure,
+    writing_to,
+)
 
 
 @pytest.mark.parametrize(

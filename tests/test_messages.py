@@ -11,7 +11,7 @@ from paths import DOCS, ROOT
 
 from normalign_llava.cli import app
 from normalign_llava.train.command import next_command
-from normalign_llava.train.parsing import option_parser
+from normalign_llava.train.options import option_parser
 
 
 COMMANDS = typer.main.get_command(app).commands

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data.sources.arguments import DataArguments, option
-from ..extras import check_installed
+from ..errors import check_installed
 from ..signals import Terminated
 from .elsewhere import ELSEWHERE, answer_for
 
@@ -89,10 +89,12 @@ class TrainingOptions:
     stage: Literal["align", "tune"] | None = option(
         None, "Sets defaults: align (projector, norm), tune (everything)."
     )
-    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm, if not the model's.")
+    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(
+        None, "Norm and gradients: none, unit, aligned or gwc. Default: the model's own."
+    )
     global_batch_size: int | None = option(None, "Rows in an optimizer step, over all processes.")
     vision_learning_rate: float | None = option(
-        None, "Learning rate of the vision tower. Default: the stage's; 0 with use_peft."
+        None, "Learning rate of the vision tower. Default: the stage's, or 0 with use_peft."
     )
     projector_learning_rate: float | None = option(
         None, "Learning rate of the projector's linear layers. Default: learning_rate."
@@ -104,44 +106,46 @@ class TrainingOptions:
         None, "Learning rate of the language model or its adapters. Default: learning_rate."
     )
     learning_rate: float = option(
-        None, "Learning rate of modules without their own; 0 freezes. Default: the stage's."
+        None, "Learning rate of modules that have no other. 0 freezes them. Default: the stage's."
     )
     per_device_train_batch_size: int = option(None, "Rows in a forward pass.")
-    max_steps: int = option(-1, "Steps, in place of epochs.")
+    max_steps: int = option(-1, "Optimizer steps. They replace num_train_epochs.")
     num_train_epochs: float = option(None, "Passes over the data.")
     lr_scheduler_type: str = option(None, "Schedule of the learning rate.")
-    warmup_steps: float = option(None, "Steps of linear warm-up, or their share if below 1.")
-    weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
+    warmup_steps: float = option(None, "Steps of linear warm-up. Below 1, their share of the run.")
+    weight_decay: float = option(None, "Weight decay. Gain, biases and norms have none.")
     seed: int = option(None, "Random seed.")
-    bf16: bool | None = flag("Multiply in bfloat16. Default: as the resumed run, or if it is fast.")
+    bf16: bool | None = flag(
+        "Multiply in bfloat16. Default: as in the resumed run, otherwise if it is fast."
+    )
     fp16: bool | None = flag(
         "Multiply in float16. Default: on a GPU without bfloat16, if hidden states are small."
     )
     max_length: int | None = option(
         2048, "Rows with more tokens, image tokens included, are dropped and counted."
     )
-    use_cpu: bool | None = flag(
-        "Whether to train on the CPU. Default: only without an accelerator."
-    )
+    use_cpu: bool | None = flag("Train on the CPU. Default: only if there is no accelerator.")
     dataset_num_proc: int | None = option(None, "Processes that check rows. Default: one per core.")
     dataloader_num_workers: int | None = option(
-        None, "Processes that read batches. Default: up to 8, on a CPU none."
+        None, "Processes that read batches. Default: up to 8, or none on a CPU."
     )
     dataloader_persistent_workers: bool | None = flag(
-        "Whether processes that read batches last until the run ends. Default: yes."
+        "Keep the processes that read batches until the run ends. Default: yes."
     )
     padding_free: bool = option(False, "Put the rows of a batch into one sequence without padding.")
     packing: bool = option(
-        False, "Put the rows of a step into as few unpadded passes as hold max_length tokens."
+        False, "Put the rows of a step into fewer forward passes, without padding."
     )
-    probe_steps: list[int] | None = option(None, "Steps that record cosines (figure 5).")
-    probe_rows: int = option(4, "Rows in the batch that cosines are measured on.")
+    probe_steps: list[int] | None = option(
+        None, "Steps that record cosines between layers (figure 5)."
+    )
+    probe_rows: int = option(4, "Rows that these cosines are measured on.")
     sample_count: int | None = option(
-        None, "Held-out rows that are answered at each evaluation, in samples.jsonl. Default: 4."
+        None, "Held-out rows to answer at each evaluation, in samples.jsonl. Default: 4."
     )
     sample_max_new_tokens: int = option(64, "Tokens in an answer to a held-out row.")
     show_first_batch: bool = option(
-        False, "Print the rows of the first forward pass, with what is learned marked."
+        False, "Print the rows of the first forward pass, and mark what is learned."
     )
     bad_steps: Literal["stop", "skip"] = option(
         "stop", "If loss or gradients are not finite: stop, or skip the step."
@@ -149,17 +153,17 @@ class TrainingOptions:
     resume_from_checkpoint: str | None = option(
         None, "Resume from the newest complete checkpoint, or a named one.", nargs="?", const="last"
     )
-    dry_run: bool = option(False, "Check all that training checks, and the memory of a step.")
-    device_memory: str | None = option(None, "For dry_run: another GPU's memory, such as 24GiB.")
+    dry_run: bool = option(False, "Check the run, predict the memory of a step, and do not train.")
+    device_memory: str | None = option(None, "For dry_run: memory of another GPU, such as 24GiB.")
 
-    save_steps: float = option(None, "Steps between checkpoints, or their share if below 1.")
-    save_total_limit: int | None = option(None, "How many checkpoints are kept, the newest.")
+    save_steps: float = option(None, "Steps between checkpoints. Below 1, their share of the run.")
+    save_total_limit: int | None = option(None, "Number of newest checkpoints to keep.")
     eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When to evaluate held-out rows.")
     early_stopping_patience: int | None = option(
-        None, "Stop after so many evaluations without a better one. Needs load_best_model_at_end."
+        None, "Stop after this many evaluations without a better one. Needs load_best_model_at_end."
     )
     early_stopping_threshold: float = option(
-        0.0, "How much metric_for_best_model must improve to be better, for early stopping."
+        0.0, "For early stopping: metric_for_best_model must improve by more than this."
     )
     report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
 
@@ -201,8 +205,8 @@ class ModelOptions:
     model_name_or_path: str | None = option(None, "Folder from `normalign build`, or a Hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
-        "Dtype of frozen weights; trained ones are float32. auto: the checkpoint's, if steps "
-        "autocast to it.",
+        "Dtype of frozen weights. Trained weights are float32. auto is the checkpoint's dtype if "
+        "steps autocast to it, otherwise float32.",
     )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
@@ -251,12 +255,12 @@ def show_help() -> None:
     known_fields = (*fields(DataArguments), *fields(TrainingOptions), *fields(ModelOptions))
     help_texts = {field.name: field.metadata["help"] for field in known_fields}
     help_texts["accelerate_config"] = "ddp, fsdp2, zero2, zero3, or a file that accelerate reads."
-    help_texts["num_processes"] = "How many, one for each GPU. Default: what the file says."
+    help_texts["num_processes"] = "Number of processes, one for each GPU. Default: the file's."
     console = Console(highlight=False)
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
-        "Train a checkpoint. RECIPE is a YAML file of options, or the name of one of the package: "
-        f"{names_of_files(RECIPES)}. It may be left out. Options override it.\n"
+        "Train a checkpoint. RECIPE is a YAML file of options, or the name of a recipe of the "
+        f"package: {names_of_files(RECIPES)}. You may leave it out. Options override it.\n"
     )
     table = Table.grid(padding=(0, 2))
     for group, names in SHOWN.items():

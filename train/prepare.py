@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, Train
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
 
-from ..assembly.processing import arm_of, settle
+from ..assembly.processing import arm_of, normalize_tokenization
 from ..checkpoint.files import PICKLES
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import warn_if_slow
@@ -24,9 +24,8 @@ from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
-from .collator import ConversationCollator
+from .collator import SKIPPED_ROWS, ConversationCollator, SkippedRows
 from .command import NO_MODEL
-from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
@@ -153,14 +152,14 @@ def prepare(
     if has_metrics and getattr(data.collator or settings, "padding_free", False):
         raise ValueError("compute_metrics needs rows, but padding_free joins them. Leave one out.")
     check_options(settings, model.model)
-    settings.settle(gradient_accumulation_steps=accumulation_steps(settings))
+    settings.set_derived(gradient_accumulation_steps=accumulation_steps(settings))
 
     opened = open_model(model, settings)
-    settings.settle(model_init_kwargs=opened.init_kwargs)
+    settings.set_derived(model_init_kwargs=opened.init_kwargs)
     learning_rates = settings.learning_rates(opened.adapters is not None)
 
     collator = make_collator(data, opened.processor, settings)
-    settings.settle(padding_free=getattr(collator, "padding_free", False))
+    settings.set_derived(padding_free=getattr(collator, "padding_free", False))
     checked = read_data(data, collator, settings, needs_images(settings, learning_rates))
     check_best_metric(settings, checked.held_out, has_metrics)
     warn_of_positions(checked.report, opened.config)
@@ -168,12 +167,12 @@ def prepare(
     # for a stream of training rows, and held-out rows may be a stream too.
     accelerator_config = copy.copy(settings.accelerator_config)
     accelerator_config.dispatch_batches = False
-    settings.settle(accelerator_config=accelerator_config)
+    settings.set_derived(accelerator_config=accelerator_config)
     if isinstance(checked.train, IterableDataset):  # a stream has one shard, for one worker
-        settings.settle(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
+        settings.set_derived(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
     if settings.packing:
-        settings.settle(global_batch_size=rows_in_step(settings))
-        settings.settle(gradient_accumulation_steps=passes_in_step(settings, checked.train))
+        settings.set_derived(global_batch_size=rows_in_step(settings))
+        settings.set_derived(gradient_accumulation_steps=passes_in_step(settings, checked.train))
     return Plan(settings, precision, learning_rates, opened, checked, optimizer)
 
 
@@ -376,7 +375,7 @@ def open_processor(given: GivenModel, checkpoint: Checkpoint | None) -> LlavaPro
     if not isinstance(processor, LlavaProcessor):
         type_name = type(processor).__name__
         raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
-    settle(processor)
+    normalize_tokenization(processor)
     return processor
 
 

@@ -20,8 +20,7 @@ from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
 from .keeping.summary import gib, read_dropped
 from .modules.model import base_model
-from .options import ModelArguments, NormAlignConfig
-from .parsing import parse
+from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .settings import complete
 from .trainer import NormAlignTrainer

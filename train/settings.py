@@ -83,7 +83,7 @@ class RunConfig(NormAlignConfig):
         """Returns the peak learning rate of each module, from the given options."""
         return self.to_give().learning_rates(use_peft)
 
-    def settle(self, **values: Any) -> None:
+    def set_derived(self, **values: Any) -> None:
         """Sets options to values that follow from others. They do not count as given."""
         for option, value in values.items():
             setattr(self, option, value)
@@ -140,7 +140,7 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
         keep_float32(settings.deepspeed_plugin, settings)
         settings.deepspeed_plugin.set_deepspeed_weakref()  # ZeRO-3 loads models in its precision
     check_contradictions(settings)
-    settings.settle()
+    settings.set_derived()
     return settings, precision
 
 

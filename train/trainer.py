@@ -37,11 +37,9 @@ from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.finite import FiniteCheck
-from .callbacks.loss_curve import LossCurve
+from .callbacks.checks import FiniteCheck, PackedAttentionCheck
 from .callbacks.measurements import Measurements
-from .callbacks.packed_attention import PackedAttentionCheck
-from .callbacks.progress import show, show_lines
+from .callbacks.progress import LossCurve, show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
     is_resumed,
@@ -51,15 +49,12 @@ from .keeping.checkpoints import (
     resolve_resume,
     writing_checkpoint,
 )
-from .keeping.disk import check_disk, disk_use
-from .keeping.record import data_record, digest_of_lengths, training_record
-from .keeping.same_run import check_resumed
+from .keeping.record import check_resumed, data_record, digest_of_lengths, training_record
 from .keeping.summary import RunSummary, summary
-from .loading import LoadedModel, load
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
 from .modules.forward import eval_frozen, wrap_forward
-from .modules.load import load_model
+from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
     MODULES,
     base_model,
@@ -71,7 +66,7 @@ from .modules.model import (
 )
 from .modules.precision import train_in_float32
 from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
-from .modules.sizes import OptimizerClass
+from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
     GivenData,
     GivenModel,
@@ -194,12 +189,12 @@ class NormAlignTrainer(SFTTrainer):
             )
         self.hub_token = self.args.hub_token
         self.args.hub_token = None  # options are saved too
-        self.args.settle()
+        self.args.set_derived()
         self._set_up_model()
         self._add_callbacks()
         # The rows that `facts` and `record` describe.
-        self._described_rows: Any = self.train_dataset
-        self._set_facts(plan.data.report)
+        self._checked_train_rows: Any = self.train_dataset
+        self._set_facts_and_record(plan.data.report)
 
     def _keep_and_fetch(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
         """Keeps what the plan and the model say, before TRL's trainer is made.
@@ -211,7 +206,7 @@ class NormAlignTrainer(SFTTrainer):
         self.learning_rates = plan.learning_rates
         self.precision = loaded.precision
         self.weights_in = loaded.weights_in
-        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
+        self.unquantized_on_meta: nn.Module | None = None  # the model as it is saved, on meta
         self.record = training_record(plan, loaded, options)
         model_name = loaded.model.name_or_path
         self.build = read_record(model_name, BUILD_RECORD, loaded.commit)
@@ -224,7 +219,7 @@ class NormAlignTrainer(SFTTrainer):
         self._evaluated: Tensor | None = None
         self._will_show_batch = False  # whether the first batch is still to be shown
 
-    def _set_facts(self, report: DataReport) -> None:
+    def _set_facts_and_record(self, report: DataReport) -> None:
         """Counts the steps of a run on the training rows, and sets `facts` and `record`."""
         train_loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(self.args, train_loader)[-1]
@@ -242,28 +237,28 @@ class NormAlignTrainer(SFTTrainer):
 
         Raises ValueError or TypeError if they cannot be trained on.
         """
-        rows = self.train_dataset
-        if rows is self._described_rows:
+        new_rows = self.train_dataset
+        if new_rows is self._checked_train_rows:
             return
         args = self.args
         collator = self.data_collator
-        if isinstance(rows, IterableDataset):
+        if isinstance(new_rows, IterableDataset):
             check_stream(args)
-        need_images = needs_images(args, self.learning_rates)
+        must_have_images = needs_images(args, self.learning_rates)
         rows, source_report = checked_rows(
-            rows, "train_dataset", collator, args, "train", need_images
+            new_rows, "train_dataset", collator, args, "train", must_have_images
         )
-        self.train_dataset = rows
-        self._described_rows = rows
         if args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(args, rows)
-            args.settle(gradient_accumulation_steps=passes)
+            args.set_derived(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
+        self.train_dataset = rows
+        self._checked_train_rows = rows
         sources = [source for source in self.plan.data.report.sources if source.split != "train"]
         if source_report is not None:
             sources.insert(0, source_report)
             collator.skippable = source_report.skippable
-        self._set_facts(DataReport(sources))
+        self._set_facts_and_record(DataReport(sources))
         if self.probe is not None:
             self.probe.batch = type(self.probe).of_rows(rows, collator, args).batch
 
@@ -667,12 +662,12 @@ class NormAlignTrainer(SFTTrainer):
         with weights.no_progress_bar(), replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
-        linked = weights.unchanged_files(layout, frozen, self.weights_in)
+        linked = weights.reusable_files(layout, frozen, self.weights_in)
         weights.write_weights(folder, layout, linked=linked)
         self.weights_in.insert(0, folder)
         if model is not self.model:
-            self.unquantized = model.to("meta")
-            self.unquantized.tie_weights()
+            self.unquantized_on_meta = model.to("meta")
+            self.unquantized_on_meta.tie_weights()
 
     def _unquantized_model(self, checkpoint: Checkpoint, frozen: set[str]) -> nn.Module:
         """Returns the quantized model in the precision that it was read in, with trained weights.
@@ -682,17 +677,17 @@ class NormAlignTrainer(SFTTrainer):
         """
         trained_state = self.model.state_dict()
         for tensor_name in list(trained_state):
-            if weights.module_of_file(tensor_name) in frozen:
+            if weights.module_of_tensor(tensor_name) in frozen:
                 del trained_state[tensor_name]
-        if self.unquantized is not None:
-            layout = weights.stored_tensors(self.unquantized)
+        if self.unquantized_on_meta is not None:
+            layout = weights.stored_tensors(self.unquantized_on_meta)
             shards = weights.shards_of(layout)
             frozen_files = {
-                file for file in shards if weights.module_of_file(shards[file][0]) in frozen
+                file for file in shards if weights.module_of_tensor(shards[file][0]) in frozen
             }
-            if frozen_files <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
-                self.unquantized.load_state_dict(trained_state, strict=False, assign=True)
-                return self.unquantized
+            if frozen_files <= weights.reusable_files(layout, frozen, self.weights_in).keys():
+                self.unquantized_on_meta.load_state_dict(trained_state, strict=False, assign=True)
+                return self.unquantized_on_meta
         model = load_model(checkpoint, self.args, self.learning_rates)
         model.load_state_dict(trained_state, strict=False)
         return model
@@ -776,7 +771,7 @@ OURS = {
     "_check_precision",
     "_count_evaluated",
     "_keep_and_fetch",
-    "_set_facts",
+    "_set_facts_and_record",
     "_set_up_model",
     "_show_batch",
     "_unquantized_model",

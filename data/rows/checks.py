@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the form, the length and the images of rows before training, and counts them."""
 
+import functools
 import logging
 import re
 from collections import Counter
@@ -19,9 +20,8 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
 from ...console import Console, escaped, printable
-from .forms import PROMPT, image_name, is_about_row, looks_like, unread_image
+from .forms import PROMPT, image_name, is_row_metadata, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, image_problem
-from .once import warn_once
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Message, Row
 
@@ -29,6 +29,8 @@ from .turns import Message, Row
 if TYPE_CHECKING:
     from ..sources.source import Source
 
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.01
 """The share of bad rows that is skipped by default, in Hub data or more than `MANY_ROWS` rows."""
@@ -453,7 +455,7 @@ def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) 
         known_kind = looks_like(column_name)
         if known_kind:
             likely_columns[f"{column_name}, like {known_kind}"] = row_count
-        elif is_about_row(column_name):
+        elif is_row_metadata(column_name):
             columns_about_rows.append(column_name)
         else:
             other_columns[column_name] = row_count
@@ -515,3 +517,10 @@ def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None =
     if unlisted:
         kind_lines.append(f"  and {unlisted:,} more")
     return kind_lines
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning in the main process, the first time."""
+    if PartialState().is_main_process:
+        logger.warning(message)

@@ -169,7 +169,7 @@ class UnknownForm(ValueError):
     """A row has none of the [`ROW_FORMS`]."""
 
 
-def known_row(raw: Any) -> Row:
+def read_row_with_proposal(raw: Any) -> Row:
     """Reads a row of any known form, as [`read_row`] does.
 
     Raises:
@@ -405,7 +405,7 @@ def _check_caption(raw: Mapping, form: Form) -> None:
         raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
 
-def is_about_row(name: str) -> bool:
+def is_row_metadata(name: str) -> bool:
     """Whether a column, by its name, has information about a row, such as an id or a score."""
     return _ABOUT.fullmatch(name) is not None
 
@@ -417,13 +417,13 @@ def looks_like(name: str) -> str | None:
         name: A column, a key such as `messages.content`, or a text that [`markers`] finds, such as
             `text <image_1>`. Such a text looks like an image.
     """
+    if name.startswith("text "):  # a marker, not a column
+        return "an image"
+    if is_row_metadata(name):
+        return None
     bare_name = name.rpartition(".")[2].strip()
     lower_name = bare_name.lower()
     known_name = ALIASES.get(lower_name, lower_name)
-    if name.startswith("text "):
-        return "an image"
-    if is_about_row(name):
-        return None
     if known_name in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(bare_name):
         return "an image"
     if known_name in _ANSWERS_BY_NAME or "answer" in known_name or "caption" in known_name:

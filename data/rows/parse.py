@@ -23,7 +23,7 @@ from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ...console import printable
-from .forms import MARKER, filled_columns, known_row, markers, proposal
+from .forms import MARKER, filled_columns, markers, proposal, read_row_with_proposal
 from .images import ImageRules
 from .turns import Message, Row, text_part
 
@@ -129,7 +129,7 @@ def parse_row(
     Raises:
         ValueError: The row cannot be trained on. The message is the reason.
     """
-    row = known_row(raw)
+    row = read_row_with_proposal(raw)
     if row.form == "text" and isinstance(raw.get("label"), str):
         remedy = proposal(raw)
         if remedy:

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options: which data sets to read, and what to do with bad rows."""
 
+import operator
 import os
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...checkpoint.files import is_hub_id
-from .filters import parse_filters
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
+_FILTER = re.compile(r"\s*(.+?)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*", re.S)
+_ORDERS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_FILTER_REMEDY = "Write filters as relevance_min>=4, language=en or split!=test."
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -40,6 +50,9 @@ class DataSource:
     def __post_init__(self):
         for path_field in ("path", "data_dir", "data_files", "image_folder"):
             setattr(self, path_field, _with_home(getattr(self, path_field)))
+        path = Path(self.path)
+        if path.exists():
+            self.path = str(path)  # records name `data/` and `./data` as `data`
         if isinstance(self.fraction, str):
             # A text that is not a number stays. The mixture checks all fractions, and refuses it.
             with suppress(ValueError):
@@ -87,7 +100,7 @@ class DataSource:
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
             raise ValueError(f"There is no image folder or .zip file {folder}. Set image_folder.")
-        from ..rows.zips import open_zip  # late, so that --help is quick
+        from ..rows.images import open_zip  # late, so that --help is quick
 
         open_zip(os.path.abspath(folder))
 
@@ -131,8 +144,8 @@ class DataArguments:
     )
     dataset_config: str | None = option(None, "Configuration of a Hub data set.")
     dataset_train_split: str = option("train", "Split to train on.")
-    dataset_test_split: str = option("test", "Split that is held-out data.")
-    dataset_streaming: bool = option(False, "Read rows when they are needed; needs max_steps.")
+    dataset_test_split: str = option("test", "Split of held-out data.")
+    dataset_streaming: bool = option(False, "Read rows when they are needed. Needs max_steps.")
     datasets: list[dict] = field(
         default_factory=list,
         metadata={
@@ -142,13 +155,14 @@ class DataArguments:
         },
     )
     image_folder: str | None = option(
-        None, "Folder or .zip file that image paths start from. Default: the data file's folder."
+        None, "Folder or .zip file where image paths start. Default: the data file's folder."
     )
     columns: dict | str | list | None = option(
-        None, "Own names: image=path,answer=caption reads the image from the data's column path."
+        None, "Your columns: image=path,answer=caption reads the image from your column path."
     )
     filters: str | None = option(
-        None, "Rows to read, by columns: relevance_min>=4,language=en. Others are not read."
+        None,
+        "Conditions on columns, such as relevance_min>=4,language=en. Other rows are not read.",
     )
     eval_dataset_name: str | None = option(
         None, "Held-out data, in the forms of dataset_name. Default: its test split."
@@ -156,8 +170,8 @@ class DataArguments:
     test_split_size: float | None = option(None, "Share of training rows held out as a test split.")
     bad_rows: str | None = option(
         None,
-        "Rows that cannot be trained on: stop, skip, or skip at most a share, such as 0.01. "
-        "Default: 0.01 of data from the Hub or of more than 10,000 rows in memory, else stop.",
+        "If rows cannot be trained on: stop, skip them, or skip at most a share, such as 0.01. "
+        "Default: 0.01 for data from the Hub or more than 10,000 rows in memory, otherwise stop.",
     )
     check_images: bool = option(False, "Decode every image first, not a sample of 10,000 rows.")
     shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")
@@ -248,3 +262,64 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One condition, such as `relevance_min>=4`."""
+
+    column: str  # as the data names it
+    comparison: str  # one of `_ORDERS`, "=" or "!="
+    value: str
+
+    def keeps(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row meets the condition. A row without a value only meets `!=`.
+
+        Raises ValueError if a value is compared by size, but is not a number.
+        """
+        value = row.get(self.column)
+        if value is None or value != value:  # NaN
+            return self.comparison == "!="
+        number = _number(value)
+        wanted = _number(self.value)
+        if self.comparison in _ORDERS:
+            if number is None:
+                raise ValueError(f"{self.column} is {str(value)[:40]!r} in a row, not a number")
+            assert wanted is not None  # by `parse_filters`
+            return _ORDERS[self.comparison](number, wanted)
+        is_equal = str(value).lower() == self.value.lower()
+        if number is not None and wanted is not None:
+            is_equal = number == wanted
+        return is_equal == (self.comparison == "=")
+
+    def __str__(self) -> str:
+        return f"{self.column}{self.comparison}{self.value}"
+
+
+def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
+    """Returns the conditions in a list of texts, or in a text where commas separate them.
+
+    Raises ValueError if one is not valid.
+    """
+    if isinstance(texts, str):
+        texts = texts.split(",")
+    filters = []
+    for text in texts or ():
+        match = isinstance(text, str) and _FILTER.fullmatch(text)
+        if not match:
+            raise ValueError(f"filters has {text!r}, not a condition. {_FILTER_REMEDY}")
+        column, comparison, value = match.groups()
+        if comparison in _ORDERS and _number(value) is None:
+            raise ValueError(f"filters compares {column} with {value!r}, not with a number.")
+        filters.append(Filter(column, comparison.replace("==", "="), value))
+    return tuple(filters)
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number, or the number that a text holds, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
+from ..rows.checks import warn_once
 from ..rows.forms import ROW_FORMS, renamed
 from ..rows.images import SUFFIXES, short
-from ..rows.once import warn_once
 from ..rows.turns import is_empty
 
 

@@ -7,7 +7,7 @@ No image is written on the way, because a row is parsed only when it is read.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +15,17 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_unused_and_changed
+from ...keywords import takes_fields
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    DataReport,
+    SourceReport,
+    log_unused_and_changed,
+    warn_once,
+)
 from ..rows.images import ImageRules
-from ..rows.once import warn_once
-from ..rows.parse import FEATURES, ParsedRow
+from ..rows.parse import FEATURES, DroppedRows, ParsedRow
 from .arguments import DataArguments, DataSource
 from .source import AnyData, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
@@ -57,15 +64,23 @@ class _PreparedRows:
     has_images: bool
 
 
-def load_data(
-    arguments: DataArguments,
-    processor: LlavaProcessor,
-    *,
-    seed: int,
-    with_eval: bool,
-    need_images: bool = False,
-    **options: Any,
-) -> TrainingData:
+@dataclass(frozen=True)
+class LoadOptions:
+    """The arguments of [`load_data`]. Its docstring explains them."""
+
+    arguments: DataArguments
+    processor: LlavaProcessor
+    _: KW_ONLY
+    seed: int
+    with_eval: bool
+    need_images: bool = False
+    max_length: int | None = None
+    dropped_rows: DroppedRows | None = None
+    processes: int | None = None
+
+
+@takes_fields(LoadOptions)
+def load_data(options: LoadOptions) -> TrainingData:
     """Loads and mixes the data sets of `arguments`, checks every row, and drops rows too long.
 
     The images of data in memory are decoded as [`sift_rows`] says. The processes share this work,
@@ -84,34 +99,42 @@ def load_data(
         with_eval: Whether to load held-out data too.
         need_images: Whether it is an error if no training row has an image. For a stream, only the
             first rows count.
-        options: Fields of [`Checks`] that are not in `arguments`.
+        max_length, dropped_rows, processes: As of [`Checks`].
 
     Raises:
+        TypeError: An option does not exist.
         ValueError: A data set cannot be read, has too many bad rows, has no row left, or has no
             images where they are needed. Options of the data contradict each other.
     """
+    arguments = options.arguments
     streaming = arguments.dataset_streaming
     fractions = _checked_fractions(arguments.sources)
     split_size = arguments.test_split_size
-    if not with_eval or arguments.eval_dataset_name:
+    if not options.with_eval or arguments.eval_dataset_name:
         split_size = None
     if streaming:
         _check_streams(arguments.sources, fractions, split_size)
     checks = Checks(
-        processor, bad_rows=arguments.bad_rows, check_images=arguments.check_images, **options
+        options.processor,
+        options.max_length,
+        arguments.bad_rows,
+        arguments.check_images,
+        options.dropped_rows,
+        options.processes,
     )
     held_out_source = None
-    if with_eval and not split_size:
+    if options.with_eval and not split_size:
         held_out_source = open_held_out(arguments, checks.processes)
     sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
     held_out = None
     if streaming:
-        mixture = _mix_streams(sources, fractions, checks, seed, arguments.shuffle_buffer_size)
+        buffer_size = arguments.shuffle_buffer_size
+        mixture = _mix_streams(sources, fractions, checks, options.seed, buffer_size)
     else:
-        mixture, held_out = _mix_tables(sources, fractions, checks, seed, split_size)
+        mixture, held_out = _mix_tables(sources, fractions, checks, options.seed, split_size)
     if held_out_source:
         held_out = _check_and_prepare(held_out_source, checks, "eval")
-    if need_images:
+    if options.need_images:
         _require_images(mixture)
     held_out_rows = None
     reports = mixture.reports

@@ -22,11 +22,10 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from ...checkpoint.files import is_hub_id
 from ...checkpoint.opening import hub_dataset
 from ...checkpoint.untrusted import is_inside
+from ..rows.checks import warn_once
 from ..rows.forms import COLUMNS, renamed
-from ..rows.images import SUFFIXES, ImageRules
-from ..rows.once import warn_once
-from ..rows.zips import MAX_IMAGE_BYTES
-from .arguments import FILES, DataArguments, DataSource, cores
+from ..rows.images import MAX_IMAGE_BYTES, SUFFIXES, ImageRules
+from .arguments import FILES, DataArguments, DataSource, Filter, cores, parse_filters
 from .files import (
     METADATA,
     READERS,
@@ -36,7 +35,6 @@ from .files import (
     open_files,
     row_of_json,
 )
-from .filters import Filter, parse_filters
 
 
 AnyData: TypeAlias = Dataset | IterableDataset

@@ -10,10 +10,9 @@ import numpy as np
 from datasets import IterableDataset
 
 from ..rows import checks as row_checks
-from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
+from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows, warn_once
 from ..rows.forms import looks_like
 from ..rows.images import Problem, image_problem
-from ..rows.once import warn_once
 from ..rows.parse import FEATURES, DroppedRow, ParsedRow
 from .source import Source
 

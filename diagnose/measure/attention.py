@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..report import KINDS, Attention
-from .families import RESAMPLED, Parts, boundary_ids, find_parts, token_kinds
-from .probe import in_evaluation_mode, model_inputs
+from .families import RESAMPLED, Parts, boundary_ids, find_parts, in_evaluation_mode, token_kinds
+from .probe import model_inputs
 
 
 def attention_maps(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of transformers' vision-language models that are measured, and the kinds of token.
+"""The modules of transformers' vision-language models that are measured, in which mode, and tokens.
 
 transformers has no convention for the projector's name, so `PROJECTORS` has it by family.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ def find_parts(model: nn.Module) -> Parts:
 
     Raises ValueError if it lacks some, or if its kinds of token cannot be distinguished.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):  # PEFT's wrapper
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens to a batch. Measure the model without it.")
         return find_parts(model.get_base_model())  # type: ignore[operator]
@@ -156,3 +157,16 @@ def token_kinds(
         "indicator": is_text & is_indicator,
     }
     return torch.stack([mask.flatten() for mask in kind_masks.values()])
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode, without gradients, and restores each module's mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measuring a vision-language model: `probe(model, batches) -> Report`."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from ...checkpoint.precision import quantization_name
 from ..report import KINDS, Interface, Report
 from .depth import DepthProbe
-from .families import Parts, boundary_ids, find_parts, token_kinds, tokenizer_ids
+from .families import (
+    Parts,
+    boundary_ids,
+    find_parts,
+    in_evaluation_mode,
+    token_kinds,
+    tokenizer_ids,
+)
 from .interface import InterfaceProbe
 
 
@@ -137,27 +143,14 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         if name in ("pixel_values_videos", "input_features"):
             raise ValueError(f"A batch has {name}. Give images, not video or sound.")
         if name not in ("labels", "use_cache"):
-            inputs[name] = placed(value, parts.model)
+            inputs[name] = moved_and_cast(value, parts.model)
     return inputs
 
 
-def placed(value: Any, model: PreTrainedModel) -> Any:
+def moved_and_cast(value: Any, model: PreTrainedModel) -> Any:
     """Moves a tensor to the model's device and, if it has floats, casts it to its precision."""
     if not isinstance(value, Tensor):
         return value
     if model.device.type != "meta":  # otherwise offloaded: accelerate's hooks move the inputs
         value = value.to(model.device)
     return value.to(model.dtype) if value.is_floating_point() else value
-
-
-@contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode, without gradients, and restores each module's mode afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

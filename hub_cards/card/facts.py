@@ -14,6 +14,7 @@ from ...evaluation.results import WEIGHT_FILES, Evaluation, files_hash, read_eva
 from ...modeling_normalign_llava import initial_gain
 from ..reading import (
     DIAGNOSTICS,
+    complete_modelfile,
     gguf_files,
     notices,
     read_config,
@@ -81,6 +82,7 @@ class Facts:
         evaluations: The results on all tasks.
         outdated: The tasks that were evaluated with other weights.
         gguf: The bytes of each GGUF file, by its path in the folder.
+        modelfile: The path of the file that makes a model for Ollama of them.
     """
 
     def __init__(self, checkpoint: Path):
@@ -105,6 +107,7 @@ class Facts:
         self.gguf = {}
         for file in gguf_files(checkpoint):
             self.gguf[file.relative_to(checkpoint).as_posix()] = file.stat().st_size
+        self.modelfile = complete_modelfile(checkpoint)
 
     def setting(self, name: str) -> Any:
         """Returns a field of the configuration. For an adapter, it is the value in its training."""
@@ -128,7 +131,8 @@ class Facts:
         report = self.diagnosis.get("report") or {}
         norm = self.setting("projector_norm")
         diagnosed_norm = report.get("norm")
-        if None not in (norm, diagnosed_norm) and norm != diagnosed_norm:
+        both_known = norm is not None and diagnosed_norm is not None
+        if both_known and norm != diagnosed_norm:
             return True
         gain = self.gain.get("mean_abs")
         diagnosed_gain = (report.get("gain") or {}).get("mean_abs")

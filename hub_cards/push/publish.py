@@ -3,9 +3,9 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +14,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ...evaluation.results import EVALUATION
+from ...keywords import takes_fields
 from ..card.facts import Part
 from ..card.metadata import check_replaceable, read_card
 from ..card.write import render_card
@@ -21,7 +22,6 @@ from ..demo import push_space, require_own_space
 from ..reading import DIAGNOSTICS, GGUF, gguf_files, read_json
 from .checks import check_checkpoint, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
-from .options import PublishOptions
 from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files
@@ -47,7 +47,31 @@ class Publication:
     removed: list[str] = field(default_factory=list)
 
 
-def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Publication:
+@dataclass(frozen=True)
+class PublishOptions:
+    """The arguments of [`publish`]. Its docstring explains them."""
+
+    checkpoint: str | os.PathLike
+    repo_id: str
+    _: KW_ONLY
+    private: bool | None = None
+    revision: str = "main"
+    create_pr: bool = False
+    space: bool = False
+    as_adapter: bool = False
+    gguf: bool = False
+    base: str | None = None
+    base_quantization: str | None = None
+    dry_run: bool = False
+    check_loading: bool = True
+    replace_card: bool = False
+    replace_files: bool = False
+    token: str | None = None
+    notify: Callable[[str], object] = print
+
+
+@takes_fields(PublishOptions)
+def publish(options: PublishOptions) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that in a clean process.
 
     It may be repeated at any time, also after a failure. Only what the Hub lacks is sent. The same
@@ -80,12 +104,13 @@ def publish(checkpoint: str | os.PathLike, repo_id: str, **keywords: Any) -> Pub
         What was sent, and the commit.
 
     Raises:
+        TypeError: An option does not exist.
         ValueError: Checkpoint, token, repository or an option is not valid. Nothing was committed.
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the
             commit loads differently from the folder. It says what was sent, and never the token.
     """
-    options = PublishOptions(**keywords)
-    checkpoint = Path(checkpoint)
+    checkpoint = Path(options.checkpoint)
+    repo_id = options.repo_id
     check_repo_id(repo_id)
     check_folder(checkpoint)
     check_free(checkpoint)

@@ -19,10 +19,17 @@ from ...checkpoint.files import (
 from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
-from ..reading import DIAGNOSTICS, GGUF, NOTICES, gguf_files, read_public_report, weight_files
+from ..reading import (
+    DIAGNOSTICS,
+    GGUF,
+    MODELFILE,
+    NOTICES,
+    gguf_files,
+    read_public_report,
+    weight_files,
+)
 
 
-MODELFILE = "Modelfile"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 _MODEL_FILES = (
     WEIGHTS,

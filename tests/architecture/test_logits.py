@@ -10,19 +10,13 @@ import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
+from tiny_language_models import LATENT_ATTENTION
 from torch.nn.functional import cross_entropy
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava.assembly.build import build_checkpoint
 
 
-LATENT_ATTENTION = {
-    "num_key_value_heads": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-}
 GRANITE = {"logits_scaling": 6.0, "embedding_multiplier": 12.0}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from tiny_language_models import LATENT_ATTENTION
 
 from normalign_llava import NormAlignLlavaConfig, modeling_normalign_llava as modeling
 from normalign_llava.modeling_normalign_llava import mean_embedding_norm, rows_of_token
@@ -247,13 +248,6 @@ def test_floor_and_epsilon_reach_the_norm():
     assert norm.eps == 1e-3
 
 
-LATENT_ATTENTION = {
-    "num_key_value_heads": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-}
 SCALING = {
     "afmoe": (
         transformers.AfmoeConfig,

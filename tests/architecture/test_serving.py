@@ -100,7 +100,7 @@ def test_answers_about_different_images_differ(folder):
 
 
 def test_the_page_s_client_is_answered(folder, server_url):
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (snippet,) = re.findall(r"```python\n([^`]*OpenAI.*?)```", PAGE, re.DOTALL)
     code = snippet.replace("http://localhost:8000", server_url)
     process = subprocess.run(
         [sys.executable, "-c", code],

@@ -12,6 +12,7 @@ import tiny_parts
 import torch
 import training
 import transformers
+from json_files import read_json, update_json
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stored import weights
@@ -33,7 +34,7 @@ from normalign_llava.assembly.build import (
 )
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.encoder import require_vision_config
-from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
+from normalign_llava.assembly.generation import accepted_generation, flags_of, in_words
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
@@ -66,15 +67,6 @@ def prompt(processor, question):
     ]
     messages = [{"role": "user", "content": content}]
     return processor.apply_chat_template(messages, add_generation_prompt=True)
-
-
-def read_json(json_path) -> dict:
-    return json.loads(Path(json_path).read_text())
-
-
-def update_json(json_path, changes: dict) -> None:
-    settings = read_json(json_path)
-    Path(json_path).write_text(json.dumps(settings | changes))
 
 
 def load_model(checkpoint_path):
@@ -726,7 +718,7 @@ def test_flags_that_are_off_are_not_named():
     config.forced_eos_token_id = 5
     config.temperature = 0.7
     config.forced_bos_token_id = 0  # which is a token
-    copied, left_out = copied_generation(config)
+    copied, left_out = accepted_generation(config)
     assert left_out == {"forced_eos_token_id": 5, "forced_bos_token_id": 0}
     assert copied.forced_eos_token_id is None
     assert not hasattr(copied, "chat_format")
@@ -766,7 +758,7 @@ def test_flags_that_draw_answers_and_end_them_are_copied():
     config = GenerationConfig(**flags)
     config._from_model_config = True
     config._commit_hash = "a" * 40  # of its file
-    copied, left_out = copied_generation(config)
+    copied, left_out = accepted_generation(config)
     assert flags_of(copied) == flags
     assert left_out == {}
 

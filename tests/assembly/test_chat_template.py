@@ -20,7 +20,11 @@ from normalign_llava.assembly import chat_template
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.encoder import TokenLayout
 from normalign_llava.assembly.parts import set_chat_template
-from normalign_llava.assembly.processing import make_processor, settle, text_tokenizer
+from normalign_llava.assembly.processing import (
+    make_processor,
+    normalize_tokenization,
+    text_tokenizer,
+)
 from normalign_llava.checkpoint.opening import Checkpoint, check_processor
 from normalign_llava.checkpoint.prompts import with_fixed_date
 from normalign_llava.data.rows.checks import token_lengths
@@ -484,7 +488,7 @@ def unsettled_processor(tokenizer, template):
 def test_without_a_template_a_tokenizer_adds_what_it_added():
     processor = unsettled_processor(chat_families.adding_tokenizer(["<s>"]), None)
     before = processor.tokenizer.encode("a")
-    settle(processor)
+    normalize_tokenization(processor)
     assert processor.tokenizer.encode("a") == before
     assert processor.tokenizer.convert_ids_to_tokens(before[0]) == "<s>"
     assert processor.tokenizer.padding_side == "left"
@@ -509,7 +513,7 @@ def test_a_tokenizer_that_adds_tokens_whatever_is_set_is_refused():
     template = multimodal("{{ bos_token }}" + SMOLLM2)
     processor = unsettled_processor(tokenizer, template)
     with pytest.raises(ValueError, match=r"\['<s>', '</s>'\] to texts whatever is set"):
-        settle(processor)
+        normalize_tokenization(processor)
 
 
 def test_a_first_token_that_is_printed_behind_white_space_is_not_printed_again(tmp_path):

@@ -11,6 +11,7 @@ import tiny_parts
 import torch
 import training
 from adapters import load, logits, make_adapter
+from json_files import read_json, update_json
 from peft import IA3Config, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from stored import FILES, assert_merged, store, weights
@@ -33,15 +34,6 @@ NF4 = {
 }
 EMBEDDINGS = "model.language_model.embed_tokens.weight"
 TOWER = "model-vision_tower-00001-of-00001.safetensors"
-
-
-def read_json(json_path: Path) -> dict:
-    return json.loads(json_path.read_text())
-
-
-def update_json(json_path: Path, changes: dict) -> None:
-    settings = read_json(json_path)
-    json_path.write_text(json.dumps(settings | changes))
 
 
 @pytest.fixture(scope="module")

@@ -611,7 +611,7 @@ def test_what_only_looks_like_a_killed_run_s_is_kept(tmp_path):
     write_files(tmp_path / ".out-withmore", {"out": "", "more": ""})
     write_files(tmp_path / ".out-toolongx1", {"out": ""})
     before = sorted(tmp_path.rglob("*"))
-    assert files.remove_unfinished(tmp_path / "out") == []
+    assert files.complete_or_remove_unfinished(tmp_path / "out") == []
     assert sorted(tmp_path.rglob("*")) == before
     assert (other_path / "out" / "file").read_text() == "mine"
 
@@ -759,14 +759,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     training.checkpoint(root)
     tiny_parts.llava(root / "llava", tiny.llava(tied=False))
-    trainer = training.trainer(
-        root / "adapter",
-        root / "model",
-        max_steps=1,
-        use_peft=True,
-    )
-    trainer.train()
-    trainer.save_model()
+    training.adapter(root / "adapter", root / "model")
 
     train_data.images(root / "images", "red.png")
     sample_row = train_data.llava("<image>\nwhat is it?", "it is red", "red.png")

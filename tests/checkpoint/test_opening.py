@@ -17,6 +17,7 @@ import torch
 import train_data
 import training
 from huggingface_hub import ModelCard, constants
+from json_files import read_json, update_json
 from paths import ROOT
 from safetensors.torch import save_file
 from stored import store, weights
@@ -56,14 +57,6 @@ BUILD = "import sys; from normalign_llava import build_checkpoint; build_checkpo
 def git(folder, *words):
     command = ["git", "-C", str(folder), *words]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def read_json(json_path) -> dict:
-    return json.loads(json_path.read_text())
-
-
-def update_json(json_path, changes: dict) -> None:
-    json_path.write_text(json.dumps(read_json(json_path) | changes))
 
 
 def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_path):

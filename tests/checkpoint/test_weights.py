@@ -13,7 +13,7 @@ from stored import weights
 from transformers.utils import logging
 
 from normalign_llava.checkpoint import weights as weight_files
-from normalign_llava.checkpoint.weights import COMPARED_ROWS, unchanged_files, write_weights
+from normalign_llava.checkpoint.weights import COMPARED_ROWS, reusable_files, write_weights
 
 
 TOWER = "model.vision_tower.layer.weight"
@@ -32,7 +32,7 @@ def tensors():
 
 
 def frozen_files(tensors, folder):
-    return unchanged_files(tensors, ["vision_tower"], [folder])
+    return reusable_files(tensors, ["vision_tower"], [folder])
 
 
 def assert_same_tensors(actual, expected) -> None:
@@ -51,7 +51,7 @@ def test_the_weights_of_a_frozen_module_are_linked(tensors, tmp_path):
 
 def test_the_weights_of_a_module_that_is_trained_are_not_linked(tensors, tmp_path):
     write_weights(tmp_path, tensors)
-    assert unchanged_files(tensors, [], [tmp_path]) == {}
+    assert reusable_files(tensors, [], [tmp_path]) == {}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_linked_file_is_no_symbolic_link(tensors, tmp_path, monkeypatch, can_l
     (cached_path / TOWER_FILE).symlink_to(blobs_path / TOWER_FILE)
 
     # The first folder has no such file.
-    linked = unchanged_files(tensors, ["vision_tower"], [output_path, cached_path])
+    linked = reusable_files(tensors, ["vision_tower"], [output_path, cached_path])
     assert linked == {TOWER_FILE: cached_path / TOWER_FILE}
 
     if not can_link:

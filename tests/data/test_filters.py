@@ -7,8 +7,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 from train_data import answers, image_bytes, read
 
-from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.filters import parse_filters
+from normalign_llava.data.sources.arguments import DataSource, parse_filters
 
 
 ROWS = [

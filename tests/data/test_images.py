@@ -13,12 +13,12 @@ from normalign_llava.data.rows import checks, images as rows_images
 from normalign_llava.data.rows.checks import unopened_image_problems
 from normalign_llava.data.rows.images import (
     FORMATS,
+    MAX_IMAGE_BYTES,
     SUFFIXES,
     ImageRules,
     decode_image,
     image_problem,
 )
-from normalign_llava.data.rows.zips import MAX_IMAGE_BYTES
 
 
 pytestmark = pytest.mark.slow

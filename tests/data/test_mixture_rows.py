@@ -6,9 +6,8 @@ import pytest
 from datasets import Dataset
 from train_data import answers, llava, read, write_json
 
-from normalign_llava.data.rows.checks import Checks
+from normalign_llava.data.rows.checks import Checks, warn_once
 from normalign_llava.data.rows.images import ImageRules
-from normalign_llava.data.rows.once import warn_once
 from normalign_llava.data.sources import mixtures, source, streams
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import ShortRows, prepare_rows

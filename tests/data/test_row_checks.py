@@ -26,10 +26,10 @@ from normalign_llava.data.rows.checks import (
     too_many,
     unused_and_changed,
     warn_of_captions,
+    warn_once,
 )
 from normalign_llava.data.rows.forms import PROMPT
 from normalign_llava.data.rows.images import ImageRules
-from normalign_llava.data.rows.once import warn_once
 from normalign_llava.data.rows.parse import BadRow, DroppedRow, DroppedRows
 from normalign_llava.data.sources import mixtures
 from normalign_llava.data.sources.source import Source

@@ -9,7 +9,7 @@ from train_data import assistant, llava, user
 from normalign_llava.data.rows.forms import (
     PROMPT,
     image_name,
-    is_about_row,
+    is_row_metadata,
     looks_like,
     proposal,
     read_row,
@@ -606,26 +606,26 @@ def learned_answer(row) -> str:
 
 
 def test_the_commonest_of_several_answers_is_learned_and_all_are_accepted():
-    known_row = read_row({"question": "Q", "answers": ["one", "two", "two"]})
-    assert learned_answer(known_row) == "two"
-    assert known_row.accepted == ["one", "two", "two"]
+    read_row_with_proposal = read_row({"question": "Q", "answers": ["one", "two", "two"]})
+    assert learned_answer(read_row_with_proposal) == "two"
+    assert read_row_with_proposal.accepted == ["one", "two", "two"]
 
 
 def test_an_answer_among_the_accepted_ones_is_learned():
-    known_row = read_row({"question": "Q", "answer": "two", "answers": ["one", "two"]})
-    assert learned_answer(known_row) == "two"
-    assert known_row.accepted == ["one", "two"]
-    assert known_row.changed == []
+    read_row_with_proposal = read_row({"question": "Q", "answer": "two", "answers": ["one", "two"]})
+    assert learned_answer(read_row_with_proposal) == "two"
+    assert read_row_with_proposal.accepted == ["one", "two"]
+    assert read_row_with_proposal.changed == []
 
 
 def test_answers_without_the_answer_are_not_accepted():
-    known_row = read_row({"question": "Q", "answer": "two", "answers": ["one"]})
-    assert known_row.accepted == []
+    read_row_with_proposal = read_row({"question": "Q", "answer": "two", "answers": ["one"]})
+    assert read_row_with_proposal.accepted == []
 
 
 def test_a_mapping_in_a_text_is_not_reported_as_several_answers():
-    known_row = read_row({"question": "Q", "answer": '{"answer": ["one"]}'})
-    assert known_row.changed == []
+    read_row_with_proposal = read_row({"question": "Q", "answer": '{"answer": ["one"]}'})
+    assert read_row_with_proposal.changed == []
 
 
 def test_markers_are_reported_of_a_row_that_has_images():
@@ -889,12 +889,12 @@ OTHER_ABOUT_NAMES = [
 
 @pytest.mark.parametrize("name", [*ABOUT_NAMES.split(), *OTHER_ABOUT_NAMES])
 def test_a_column_is_about_a_row_by_its_name(name):
-    assert is_about_row(name)
+    assert is_row_metadata(name)
 
 
 @pytest.mark.parametrize("name", ["ideas", "answer", "urlx", "name of it", "hints", "page"])
 def test_a_column_of_another_name_is_not_about_a_row(name):
-    assert not is_about_row(name)
+    assert not is_row_metadata(name)
 
 
 def unread_image_in(text) -> str | None:

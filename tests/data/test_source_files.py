@@ -15,9 +15,14 @@ from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.sources import files as source_files, source as source_module
-from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
+from normalign_llava.data.sources.arguments import (
+    DataArguments,
+    DataSource,
+    Filter,
+    check_choices,
+    parse_filters,
+)
 from normalign_llava.data.sources.files import files_of_folder, images_of_folder, open_files
-from normalign_llava.data.sources.filters import Filter, parse_filters
 from normalign_llava.data.sources.source import Source, open_held_out, open_source
 
 
@@ -384,6 +389,19 @@ def test_the_name_of_a_folder_may_have_a_colon(tmp_path, monkeypatch):
 def test_a_folder_is_named_with_a_split(tmp_path):
     source = DataSource.named(f"{tmp_path}:test")
     assert source.path == str(tmp_path)
+    assert source.split == "test"
+
+
+@pytest.mark.parametrize("written", ["my-data/", "./my-data", "my-data//"])
+def test_a_folder_has_one_name_however_it_is_written(tmp_path, monkeypatch, written):
+    """Records name data by their path, and a run is resumed only with the same data."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my-data"
+    folder.mkdir()
+    assert DataSource(written).path == "my-data"
+    assert DataSource.named(written).path == "my-data"
+    source = DataSource.named(f"{written}:test")
+    assert source.path == "my-data"
     assert source.split == "test"
 
 

@@ -480,13 +480,15 @@ def too_long_and_bad(tmp_path):
     return write_json(tmp_path / "data", rows)
 
 
-def test_a_row_that_is_bad_and_too_long_is_a_bad_one(processor, too_long_and_bad):
-    (report,) = read(
-        too_long_and_bad,
-        processor,
-        bad_rows="skip",
-        max_length=60,
-    ).report.sources
+@pytest.fixture
+def report_of_bad_and_long(processor, too_long_and_bad):
+    data = read(too_long_and_bad, processor, bad_rows="skip", max_length=60)
+    (report,) = data.report.sources
+    return report
+
+
+def test_a_row_that_is_bad_and_too_long_is_a_bad_one(report_of_bad_and_long):
+    report = report_of_bad_and_long
     assert report.bad == 1
     assert report.too_long == 1
 
@@ -497,15 +499,9 @@ def test_a_row_that_is_bad_and_too_long_is_a_bad_one(processor, too_long_and_bad
     assert long_row.tokens is not None
 
 
-def test_forms_and_columns_of_only_the_valid_rows_are_reported(processor, too_long_and_bad):
-    (report,) = read(
-        too_long_and_bad,
-        processor,
-        bad_rows="skip",
-        max_length=60,
-    ).report.sources
-    assert report.forms == {"conversations": 1}
-    assert report.left_out == {"id": 1}
+def test_forms_and_columns_of_only_the_valid_rows_are_reported(report_of_bad_and_long):
+    assert report_of_bad_and_long.forms == {"conversations": 1}
+    assert report_of_bad_and_long.left_out == {"id": 1}
 
 
 def test_a_row_of_a_stream_that_is_bad_and_too_long_stops_a_run(processor, too_long_and_bad):

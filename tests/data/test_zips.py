@@ -12,7 +12,7 @@ from itertools import islice
 import pytest
 from train_data import image_bytes, llava, read, write_json
 
-from normalign_llava.data.rows import zips
+from normalign_llava.data.rows import images
 from normalign_llava.data.rows.images import ImageRules, decode_image, image_problem
 from normalign_llava.diagnose.data import load_samples
 
@@ -171,15 +171,15 @@ def test_of_entries_with_one_name_the_last_is_read(tmp_path):
         archive.writestr("a.png", "new")
     with zipfile.ZipFile(archive_path) as archive:
         assert archive.read("a.png") == b"new"
-    assert zips.read_entry(f"zip://a.png::{archive_path}") == b"new"
+    assert images.read_entry(f"zip://a.png::{archive_path}") == b"new"
 
 
 def test_a_header_that_lies_about_the_size_fills_no_memory(archive_path, monkeypatch):
-    monkeypatch.setattr(zips, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 1000)
     with zipfile.ZipFile(archive_path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.png", bytes(200_000))
     write_field(archive_path, "bomb.png", 24, b"\x09\x00\x00\x00")
-    content = zips.read_entry(f"zip://bomb.png::{archive_path}")
+    content = images.read_entry(f"zip://bomb.png::{archive_path}")
     assert len(content) == 1001  # So it is refused.
 
 
@@ -202,7 +202,7 @@ def test_a_zip_file_may_begin_anywhere_be_large_and_name_files_in_any_way(tmp_pa
             archive.writestr(unmarked_name.encode().decode("cp437"), unmarked_name)
 
     for entry_name in (marked_names[0], *marked_names[-2:], unmarked_name):
-        content = zips.read_entry(f"zip://{entry_name}::{archive_path}")
+        content = images.read_entry(f"zip://{entry_name}::{archive_path}")
         assert content.decode() == entry_name
 
 
@@ -248,7 +248,7 @@ def read_entries_in_threads(archive_path: str) -> bool:
     entries = [number % 100 for number in range(4000)]
 
     def read_entry(entry):
-        return zips.read_entry(f"zip://{entry}::{archive_path}")
+        return images.read_entry(f"zip://{entry}::{archive_path}")
 
     with ThreadPoolExecutor(8) as threads:
         contents = list(threads.map(read_entry, entries))
@@ -260,14 +260,14 @@ def test_threads_and_forked_processes_read_at_once(tmp_path):
     with zipfile.ZipFile(archive_path, "w", zipfile.ZIP_DEFLATED) as archive:
         for number in range(100):
             archive.writestr(str(number), text_of_entry(number))
-    zips.find_entry(f"zip://7::{archive_path}")  # opened before the fork
+    images.find_entry(f"zip://7::{archive_path}")  # opened before the fork
 
     with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as processes:
         futures = [processes.submit(read_entries_in_threads, archive_path) for _ in range(3)]
         assert read_entries_in_threads(archive_path)
         for future in futures:
             assert future.result(60)
-    assert zips.open_zip(archive_path) is zips.open_zip(archive_path)
+    assert images.open_zip(archive_path) is images.open_zip(archive_path)
 
 
 @pytest.mark.parametrize("name", ["..a.png", "~/a.png", "~a.png"])
@@ -320,7 +320,7 @@ def test_an_entry_with_more_in_its_header_is_read(tmp_path):
         with archive.open("a.png", "w", force_zip64=True) as entry:
             entry.write(b"content")
         archive.writestr("b.png", b"other")
-    assert zips.read_entry(f"zip://a.png::{archive_path}") == b"content"
+    assert images.read_entry(f"zip://a.png::{archive_path}") == b"content"
 
 
 def test_an_empty_zip_file_has_no_image(tmp_path):
@@ -328,7 +328,7 @@ def test_an_empty_zip_file_has_no_image(tmp_path):
     with zipfile.ZipFile(archive_path, "w"):
         pass
     with pytest.raises(ValueError, match="no such image in .*. Its first are: none"):
-        zips.find_entry(f"zip://a.png::{archive_path}")
+        images.find_entry(f"zip://a.png::{archive_path}")
 
 
 def test_a_zip_file_that_is_written_anew_is_read_anew(tmp_path):
@@ -337,16 +337,16 @@ def test_a_zip_file_that_is_written_anew_is_read_anew(tmp_path):
         with zipfile.ZipFile(archive_path, "w") as archive:
             archive.writestr("a.png", content)
         os.utime(archive_path, (modified_time, modified_time))
-        assert zips.read_entry(f"zip://a.png::{archive_path}") == content
+        assert images.read_entry(f"zip://a.png::{archive_path}") == content
 
 
 def test_an_entry_that_says_to_be_packed_into_too_much_is_refused(archive_path):
     write_field(archive_path, "blue.png", 20, b"\x01\x00\x00\x10")
     with pytest.raises(ValueError, match="more than 256 MiB"):
-        zips.find_entry(f"zip://blue.png::{archive_path}")
+        images.find_entry(f"zip://blue.png::{archive_path}")
 
 
 def test_a_zip_file_of_a_later_version_is_named(archive_path):
     write_field(archive_path, "blue.png", 6, b"\xff\x00")
     with pytest.raises(ValueError, match="images.zip cannot be read as a zip file: .*version"):
-        zips.open_zip(str(archive_path))
+        images.open_zip(str(archive_path))

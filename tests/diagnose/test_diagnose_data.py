@@ -334,14 +334,7 @@ def test_a_padding_token_of_the_tokenizer_pads(processor):
 
 
 def test_labels_are_left_out(processor, monkeypatch):
-    apply_chat_template = processor.apply_chat_template
-
-    def apply_with_labels(*args, **kwargs):
-        inputs = apply_chat_template(*args, **kwargs)
-        inputs["labels"] = inputs["input_ids"]
-        return inputs
-
-    monkeypatch.setattr(processor, "apply_chat_template", apply_with_labels)
+    train_data.make_labels(processor, monkeypatch)
     (model_inputs,) = batches(processor, make_samples("Long question here?", "Short?"), 2)
     assert "labels" not in model_inputs
 

@@ -338,12 +338,5 @@ def test_a_stream_that_fails_says_why(model, processor, conversation):
 
 def test_labels_that_a_processor_makes_are_left_out(monkeypatch):
     processor = train_data.processor()
-    apply_chat_template = processor.apply_chat_template
-
-    def apply_with_labels(*args, **kwargs):
-        inputs = apply_chat_template(*args, **kwargs)
-        inputs["labels"] = inputs["input_ids"]
-        return inputs
-
-    monkeypatch.setattr(processor, "apply_chat_template", apply_with_labels)
+    train_data.make_labels(processor, monkeypatch)
     assert "labels" not in model_inputs(processor, [[user_turn("a?", [IMAGE])]])

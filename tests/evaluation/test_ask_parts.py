@@ -62,9 +62,10 @@ def ask_and_keep(handle, monkeypatch):
     for function_name in ("print_answer", "answer_all", "converse"):
         keep_call(function_name)
 
-    def ask_words(words, ask_options, **options):
+    def ask_words(words, *ask_options, **options):
         calls.clear()
-        ask("m", [str(word) for word in words], ask_options, **{**LOADING, **options})
+        all_options = AskOptions(*ask_options, **LOADING, **options)
+        ask("m", [str(word) for word in words], all_options)
         opened_with, (function_name, model, asked) = calls
         return SimpleNamespace(
             opened_with=opened_with,
@@ -97,7 +98,7 @@ def test_one_question_is_printed_and_none_is_a_conversation(
     ask_and_keep, image_folder, monkeypatch, words, function_name
 ):
     monkeypatch.chdir(image_folder.parent)
-    outcome = ask_and_keep(words, AskOptions("Be brief."))
+    outcome = ask_and_keep(words, "Be brief.")
     assert outcome.function_name == function_name
     assert outcome.model == LOADING
     assert outcome.asked[0] == SYSTEM_TURN
@@ -117,7 +118,7 @@ def test_several_questions_or_a_file_are_answered_in_turn(
     output = None
     if output_name:
         output = image_folder / output_name
-    outcome = ask_and_keep(words, AskOptions("Be brief.", output=output))
+    outcome = ask_and_keep(words, "Be brief.", output=output)
     assert outcome.function_name == "answer_all"
     assert outcome.model == LOADING
     assert outcome.asked[0].turns[0] == SYSTEM_TURN
@@ -129,7 +130,7 @@ def test_what_opens_the_model_is_told_of_code_and_of_the_base(ask_and_keep):
         "base": "there",
         "base_quantization": "none",
     }
-    assert ask_and_keep(["what?"], AskOptions(), **options).opened_with == options
+    assert ask_and_keep(["what?"], **options).opened_with == options
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def table_options(image_folder):
 def test_data_are_asked_with_their_columns_their_images_and_the_system_turn(
     ask_and_keep, table_options
 ):
-    outcome = ask_and_keep([], AskOptions("Brief."), **table_options)
+    outcome = ask_and_keep([], "Brief.", **table_options)
     assert outcome.function_name == "answer_all"
     assert [question.text for question in outcome.asked] == ["A?", "B?"]
     system_turn = outcome.asked[1].turns[0]
@@ -157,19 +158,19 @@ def test_data_are_asked_with_their_columns_their_images_and_the_system_turn(
 def test_data_with_the_image_token_are_refused(ask_and_keep, handle, table_options):
     handle.processor.image_token = "B"
     with pytest.raises(ValueError, match="B. It stands for an image"):
-        ask_and_keep([], AskOptions(), **table_options)
+        ask_and_keep([], **table_options)
 
 
 def test_besides_a_folder_no_other_image_is_given(ask_and_keep, image_folder):
     command_words = [image_folder, image_folder / "red.png", "what?"]
     with pytest.raises(ValueError, match="give no other images"):
-        ask_and_keep(command_words, AskOptions())
+        ask_and_keep(command_words)
 
 
 def test_a_conversation_must_leave_room(ask_and_keep, image_folder):
     command_words = [image_folder / "red.png"]
     with pytest.raises(ValueError, match="m cannot be asked this. .*the model reads 256"):
-        ask_and_keep(command_words, AskOptions("Be brief. " * 30))
+        ask_and_keep(command_words, "Be brief. " * 30)
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,7 @@ def test_a_file_without_answers_is_refused(tmp_path):
 def test_questions_come_from_one_place(tmp_path):
     data_path = train_data.write_json(tmp_path / "mine", [{"question": "A?"}])
     with pytest.raises(ValueError, match="--data has the images and questions"):
-        ask("gone", ["what?"], AskOptions(), data=str(data_path))
+        ask("gone", ["what?"], AskOptions(data=str(data_path)))
 
 
 def test_an_output_needs_questions(tmp_path):

@@ -23,7 +23,7 @@ from normalign_llava.diagnose.data import load_samples
 from normalign_llava.evaluation.engine import SUITES
 from normalign_llava.quickstart.train import words
 from normalign_llava.train.command import CONFIGS, check_command, read_command, recipe_file
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 
 
 EXPERIMENTS = ROOT / "experiments"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import yaml
-from matplotlib.figure import Figure
 from plan import read_plan
 from report import _by_seed, _differences, _table, difference, draw, holm, write_report
 
@@ -217,19 +216,6 @@ def results_of_figure(group_names):
         }
         results[f"{group_name}/a"] = {1: run_result(number + 0.5)}
     return results
-
-
-@pytest.fixture
-def drawn_figures(monkeypatch):
-    """Keeps the figures that are drawn, and leaves their files empty."""
-    figures = []
-
-    def keep_figure(figure, file, **options):
-        figures.append(figure)
-        file.touch()
-
-    monkeypatch.setattr(Figure, "savefig", keep_figure)
-    return figures
 
 
 @pytest.fixture(params=[(1, (1, 1)), (2, (1, 2)), (4, (2, 3))], ids=str)

@@ -16,7 +16,6 @@ import tiny_parts
 import torch
 import yaml
 from cost import row_flops, run_cost
-from matplotlib.figure import Figure
 from paths import DOCS, ROOT
 from PIL import Image
 from plan import read_plan
@@ -38,7 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from normalign_llava.evaluation.results import Evaluation, Metric
 from normalign_llava.train.memory import largest_batch
 from normalign_llava.train.modules.model import base_model
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer
 
 
@@ -534,19 +533,6 @@ def test_scores_of_ocrbench_are_shares_of_its_questions():
     assert line.benchmark == "OCRBench"
     assert line.score == 75.0
     assert line.reference == 75.0
-
-
-@pytest.fixture
-def drawn_figures(monkeypatch):
-    """Keeps the figures that are drawn, and leaves their files empty."""
-    figures = []
-
-    def keep_figure(figure, file, **options):
-        figures.append(figure)
-        file.touch()
-
-    monkeypatch.setattr(Figure, "savefig", keep_figure)
-    return figures
 
 
 def plan_of_groups(folder, *papers):

@@ -16,31 +16,15 @@ from normalign_llava.export.run import export_gguf
 
 
 SIDE = 28
-ENCODER = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    image_size=SIDE,
-    patch_size=14,
-    vision_use_head=False,
-)
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
-    torch.manual_seed(0)
-    encoder = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**ENCODER))
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    encoder.save_pretrained(folder / "siglip")
-    size = {"height": SIDE, "width": SIDE}
-    transformers.SiglipImageProcessor(size=size).save_pretrained(folder / "siglip")
-    gguf_text.language(folder / "qwen2")
-    return str(folder / "siglip"), str(folder / "qwen2")
+    vision = tiny_parts.siglip(
+        folder / "siglip", SIDE, hidden_size=64, intermediate_size=96, num_hidden_layers=3
+    )
+    return vision, gguf_text.language(folder / "qwen2")
 
 
 def build(parts, folder, **options):
@@ -83,6 +67,13 @@ CONVERSATIONS = {
     ],
     "no image": [user("what is the sea?")],
 }
+
+
+def smooth_picture(width, height):
+    """A picture of a few large patches: interpolation keeps more of it than of noise."""
+    numbers = np.random.default_rng(width)
+    patches = Image.fromarray(numbers.integers(0, 256, (3, 4, 3), dtype=np.uint8))
+    return patches.resize((width, height))
 
 
 def parts_of_characters(tokenizer):
@@ -140,6 +131,21 @@ def test_a_tower_in_float16_and_a_quantized_language_model_answer_alike(
     assert largest_difference(answer, expected) < largest
 
 
+def test_pictures_of_other_sizes_are_stretched_as_in_training(tmp_path, exported):
+    checkpoint, folder, report = exported
+    model, processor = load(checkpoint)
+    text_file = tmp_path / "text.gguf"
+    gguf_text.write(model, processor, text_file)
+    server = LlamaServer(text_file, folder / report.vision_file)
+    banned = parts_of_characters(processor.tokenizer)
+    for size in [(90, 30), (20, 64), (200, 200), (12, 12)]:
+        messages = [user(smooth_picture(*size), "what is this?")]
+        expected = answer_here(model, processor, messages, 2, banned)
+        answer = server.answer(messages, 2, banned)
+        assert answer.prompt_tokens == expected.prompt_tokens, size
+        assert largest_difference(answer, expected) < 0.02, size
+
+
 def tensors_of(file):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
 
@@ -187,7 +193,7 @@ def test_the_report_has_what_to_run_next(exported):
         f"llama-server -m {folder}/kite.gguf --mmproj {folder}/mmproj-kite.gguf",
         f"ollama create kite -f {folder}/Modelfile",
     ]
-    assert report.resizing == "stretched in training, padded by llama.cpp: give it squares"
+    assert report.resizing == "stretched, as in training"
     assert {file.name for file in folder.iterdir()} == {"mmproj-kite.gguf", "Modelfile"}
 
 

@@ -11,9 +11,27 @@ from pathlib import Path
 import pytest
 
 
-DISABLED = ("gpu", "dev-shm-usage", "quic", "background-networking", "component-update", "sync")
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--no-first-run"]
-ARGUMENTS += [f"--disable-{name}" for name in DISABLED]
+ARGUMENTS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+MEASURE_PAGE = """
+const page = document.documentElement;
+const undecoded = [...document.images].filter(image => !image.complete || !image.naturalWidth);
+return {
+    inner_width: window.innerWidth,
+    scroll_width: page.scrollWidth,
+    client_width: page.clientWidth,
+    undecoded: undecoded.map(image => image.alt),
+};
+"""
 
 
 @dataclass(frozen=True)
@@ -32,20 +50,23 @@ class Page:
 @contextmanager
 def chromium(profile: Path) -> Iterator:
     """A headless Chromium with a new `profile`. Without it the test is skipped, but never in CI."""
-    binary = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not (binary and driver) and not os.environ.get("CI"):
+    binary_path = shutil.which("chromium") or shutil.which("google-chrome")
+    driver_path = shutil.which("chromedriver")
+    is_installed = binary_path and driver_path
+    if not is_installed and not os.environ.get("CI"):
         pytest.skip("there is no Chromium with chromedriver")
-    assert binary and driver, "install Debian's packages chromium and chromium-driver"
+    assert is_installed, "install Debian's packages chromium and chromium-driver"
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = binary
+    options.binary_location = binary_path
     for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
         options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(executable_path=driver))
+    logged = {"browser": "ALL", "performance": "ALL"}
+    options.set_capability("goog:loggingPrefs", logged)
+    service = Service(executable_path=driver_path)
+    browser = webdriver.Chrome(options=options, service=service)
     try:
         yield browser
     finally:
@@ -54,26 +75,53 @@ def chromium(profile: Path) -> Iterator:
 
 def load(browser, address: str, width: int, dark: bool = False) -> Page:
     """Loads `address` as a device of `width` CSS pixels shows it."""
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    _emulate(browser, width, dark)
     browser.get("about:blank")
-    for log in ("browser", "performance"):
-        browser.get_log(log)  # what was loaded before, Chromium's own start page for one
+    # Forgets what was loaded before, Chromium's own start page for one.
+    for log_type in ("browser", "performance"):
+        browser.get_log(log_type)
+
     browser.get(address)
-    measured = browser.execute_script(
-        "const page = document.documentElement;"
-        "return [window.innerWidth, page.scrollWidth, page.clientWidth, [...document.images]"
-        ".filter(image => !image.complete || !image.naturalWidth).map(image => image.alt)]"
-    )
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requests, failures = (
-        [event["params"] for event in events if event["method"] == f"Network.{method}"]
-        for method in ("requestWillBeSent", "loadingFailed")
-    )
-    sent = {request["requestId"]: request["request"]["url"] for request in requests}
-    failed = [sent.get(failure["requestId"], failure.get("errorText", "?")) for failure in failures]
-    addresses = [url for url in sent.values() if not url.startswith("data:")]
+    measured = browser.execute_script(MEASURE_PAGE)
+    requests, failed = _network_of(browser)
     console = [entry["message"] for entry in browser.get_log("browser")]
-    return Page(*measured, addresses, failed, console)
+    return Page(
+        **measured,
+        requests=requests,
+        failed=failed,
+        console=console,
+    )
+
+
+def _emulate(browser, width: int, dark: bool) -> None:
+    screen = {
+        "width": width,
+        "height": 900,
+        "deviceScaleFactor": 1,
+        "mobile": width < 600,
+    }
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    scheme_name = "light"
+    if dark:
+        scheme_name = "dark"
+    colour_scheme = {"name": "prefers-color-scheme", "value": scheme_name}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [colour_scheme]})
+
+
+def _network_of(browser) -> tuple[list[str], list[str]]:
+    """Addresses that were asked for, without data URIs, and those that did not come."""
+    addresses = {}  # by the requests' ids
+    failures = []
+    for log_entry in browser.get_log("performance"):
+        event = json.loads(log_entry["message"])["message"]
+        if event["method"] == "Network.requestWillBeSent":
+            request = event["params"]
+            addresses[request["requestId"]] = request["request"]["url"]
+        elif event["method"] == "Network.loadingFailed":
+            failures.append(event["params"])
+    requests = [address for address in addresses.values() if not address.startswith("data:")]
+    failed = []
+    for failure in failures:
+        error_text = failure.get("errorText", "?")
+        failed.append(addresses.get(failure["requestId"], error_text))
+    return requests, failed

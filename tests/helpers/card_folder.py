@@ -12,6 +12,7 @@ import stored
 import tiny_parts as parts
 from diagnosed import diagnosed
 from huggingface_hub import ModelCard
+from json_files import read_json
 from markdown_it import MarkdownIt
 from PIL import Image
 
@@ -19,6 +20,7 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings, verdict
 from normalign_llava.diagnose.report import SCHEMA_VERSION, Drawing, Gain, Report
 from normalign_llava.evaluation.results import Evaluation, Metric
+from normalign_llava.hub_cards.card.write import render_card
 
 
 SECRET = "Who is the person in the image?"
@@ -54,7 +56,7 @@ def edit(file: Path, **changes) -> None:
     """Sets fields of a JSON file, which may not be there yet."""
     content = {}
     if file.exists():
-        content = json.loads(file.read_text())
+        content = read_json(file)
     file.write_text(json.dumps({**content, **changes}))
 
 
@@ -257,3 +259,23 @@ def rows(text: str) -> dict[str, list[str]]:
 def listed(text: str) -> list[str]:
     """The items of the lists in `text`."""
     return re.findall("^- (.*)", text, re.MULTILINE)
+
+
+def metadata_of(folder: Path) -> dict:
+    """The metadata of the card that a folder gets."""
+    return data(render_card(folder))
+
+
+def warnings_of(folder: Path) -> str:
+    """The warnings about the card that a folder gets."""
+    return " ".join(render_card(folder).warnings)
+
+
+def table_of(folder: Path, title: str) -> dict[str, list[str]]:
+    """The rows below a title of the card that a folder gets."""
+    return rows(section(render_card(folder), title))
+
+
+def read_report(folder: Path) -> dict:
+    """The report of a folder's diagnosis."""
+    return read_json(folder / "diagnostics" / "report.json")

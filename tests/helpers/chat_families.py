@@ -1,6 +1,7 @@
 """Chat templates of many families, conversations to render with them, and tokenizers."""
 
 from importlib.resources import files
+from itertools import cycle
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
@@ -74,39 +75,83 @@ LLAVA_15 = (
     "{{ part['text'] + ' ' }}{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-SHIPPED = {
-    path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8")
-    for path in (files("trl") / "chat_templates").iterdir()
-    if path.name.endswith(".jinja") and not path.name.endswith("_training.jinja")
+
+
+def shipped_templates() -> dict[str, str]:
+    """The templates that TRL ships, by family; not its own versions for training."""
+    templates = {}
+    for template_path in (files("trl") / "chat_templates").iterdir():
+        file_name = template_path.name
+        if file_name.endswith(".jinja") and not file_name.endswith("_training.jinja"):
+            family = file_name.removesuffix(".jinja")
+            templates[family] = template_path.read_text(encoding="utf-8")
+    return templates
+
+
+SHIPPED = shipped_templates()
+TEMPLATES = {
+    **SHIPPED,
+    "smollm2": SMOLLM2,
+    "zephyr": ZEPHYR,
+    "llama2": LLAMA_2,
+    "mistral": MISTRAL,
+    "granite3_0": GRANITE_30,
+    "granite3_1": GRANITE_31,
+    "llava_1_5": LLAVA_15,
 }
-TEMPLATES = {**SHIPPED, "smollm2": SMOLLM2, "zephyr": ZEPHYR, "llama2": LLAMA_2, "mistral": MISTRAL}
-TEMPLATES |= {"granite3_0": GRANITE_30, "granite3_1": GRANITE_31, "llava_1_5": LLAVA_15}
 END_OF_TURN = {
-    **dict.fromkeys(("smollm2", "qwen2_5", "qwen3", "qwen3_instruct_2507"), "<|im_end|>"),
-    **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), "<|eot_id|>"),
-    **dict.fromkeys(("gemma", "gemma3"), "<end_of_turn>"),
-    **dict.fromkeys(("phi3", "phi3_5"), "<|end|>"),
-    **dict.fromkeys(("zephyr", "llama2", "mistral"), "</s>"),
-    **dict.fromkeys(("granite3_0", "granite3_1"), "<|end_of_text|>"),
+    "smollm2": "<|im_end|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "qwen3_instruct_2507": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "llama3_2": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "phi3": "<|end|>",
+    "phi3_5": "<|end|>",
+    "zephyr": "</s>",
+    "llama2": "</s>",
+    "mistral": "</s>",
+    "granite3_0": "<|end_of_text|>",
+    "granite3_1": "<|end_of_text|>",
 }
 TRIMS = ("llama3", "llama3_1", "llama3_2", "gemma", "gemma3")
-PORT = {"type": "object", "properties": {"port": {"type": "string"}}}
-TIDE = {"name": "tide", "description": "High or low?", "parameters": PORT}
-WEATHER = {"type": "function", "function": TIDE}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "tide",
+        "description": "High or low?",
+        "parameters": {
+            "type": "object",
+            "properties": {"port": {"type": "string"}},
+        },
+    },
+}
 
 
 def chat(*turns):
     """user, assistant, user, ... in turn; a leading ("system", text) pair stands for itself."""
-    system = [{"role": "system", "content": turn[1]} for turn in turns if isinstance(turn, tuple)]
-    texts = turns[len(system) :]
-    roles = ("user", "assistant")
-    return system + [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    system_texts = [turn[1] for turn in turns if isinstance(turn, tuple)]
+    other_texts = turns[len(system_texts) :]
+    messages = [{"role": "system", "content": text} for text in system_texts]
+    roles = cycle(("user", "assistant"))
+    for text, role in zip(other_texts, roles, strict=False):
+        messages.append({"role": role, "content": text})
+    return messages
 
 
-CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "Brest"}}}
+CALL_OF_TIDE = {
+    "type": "function",
+    "function": {
+        "name": "tide",
+        "arguments": {"port": "Brest"},
+    },
+}
 TOOL_CALL = [
     {"role": "user", "content": "Tide in Brest?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "", "tool_calls": [CALL_OF_TIDE]},
     {"role": "tool", "content": "low"},
     {"role": "assistant", "content": "Low tide."},
 ]
@@ -126,58 +171,98 @@ CONVERSATIONS = [
 ]
 
 
-def render(template, messages, **kwargs):
-    kwargs = {"bos_token": "<s>", "eos_token": "</s>", **kwargs}
-    return render_jinja_template([messages], chat_template=template, **kwargs)[0][0]
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def render(template, messages, **template_options):
+    template_options = {**SPECIAL_TOKENS, **template_options}
+    rendered_texts, _ = render_jinja_template(
+        [messages],
+        chat_template=template,
+        **template_options,
+    )
+    return rendered_texts[0]
 
 
 def outcome(*args, **kwargs):
+    """What `render` returns, or the type and text of what it raises."""
     try:
         return render(*args, **kwargs)
     except Exception as error:
         return type(error), str(error)
 
 
-def marked(template, messages, **kwargs):
+def marked(template, messages, **template_options):
     """The marked stretches of text."""
-    kwargs = {"bos_token": "<s>", "eos_token": "</s>", **kwargs}
-    kwargs |= {"chat_template": template, "return_assistant_tokens_mask": True}
-    (text,), (spans,) = render_jinja_template([messages], **kwargs)
+    template_options = {**SPECIAL_TOKENS, **template_options}
+    rendered_texts, marked_spans = render_jinja_template(
+        [messages],
+        **template_options,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+    )
+    (text,) = rendered_texts
+    (spans,) = marked_spans
     return [text[start:stop] for start, stop in spans]
 
 
 def parts(messages, *images):
     """Content as lists of parts, with images at the start of the first turn."""
-    lists = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    lists[0]["content"] = [*images, *lists[0]["content"]]
-    return lists
+    messages_of_parts = []
+    for message in messages:
+        text_part = {"type": "text", "text": message["content"]}
+        messages_of_parts.append({**message, "content": [text_part]})
+    first_turn = messages_of_parts[0]
+    first_turn["content"] = [*images, *first_turn["content"]]
+    return messages_of_parts
 
 
 def byte_tokenizer(*special: str, bos="<s>", eos="</s>") -> PreTrainedTokenizerFast:
     """A real fast tokenizer with one token a byte, and special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    added = dict(bos_token=bos, eos_token=eos, pad_token="<pad>", extra_special_tokens=[*special])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **added)
+    vocabulary = {byte: token_id for token_id, byte in enumerate(alphabet)}
+    backend_tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend_tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend_tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token="<pad>",
+        extra_special_tokens=[*special],
+    )
 
 
 def adding_tokenizer(start, end=()) -> PreTrainedTokenizerFast:
     """One token a byte, and tokens that it puts before and after a text."""
-    tokenizer = byte_tokenizer(*{*start, *end} - {"<s>", "</s>"})
-    tokens = [(token, tokenizer.convert_tokens_to_ids(token)) for token in {*start, *end}]
-    added = processors.TemplateProcessing([*start, "$A", *end], special_tokens=tokens)
-    sequence = processors.Sequence([processors.ByteLevel(), added])  # as Llama 3's
-    tokenizer.backend_tokenizer.post_processor = sequence
+    added_tokens = {*start, *end}
+    tokenizer = byte_tokenizer(*added_tokens - {"<s>", "</s>"})
+    tokens_with_ids = []
+    for token in added_tokens:
+        tokens_with_ids.append((token, tokenizer.convert_tokens_to_ids(token)))
+    template = processors.TemplateProcessing(
+        [*start, "$A", *end],
+        special_tokens=tokens_with_ids,
+    )
+    # A sequence, as Llama 3's.
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(), template]
+    )
     return tokenizer
 
 
 def llama_tokenizer(legacy: bool) -> LlamaTokenizer:
     """One token a letter: `<s>` first, and a space before the text or, if `legacy`, every piece."""
-    letters = ["<unk>", "<s>", "</s>", "<pad>", "\u2581", "\n", *map(chr, range(33, 127))]
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    return LlamaTokenizer(vocabulary, [], legacy=legacy, add_bos_token=True, pad_token="<pad>")
+    printable = map(chr, range(33, 127))
+    letters = ["<unk>", "<s>", "</s>", "<pad>", "\u2581", "\n", *printable]
+    vocabulary = {letter: token_id for token_id, letter in enumerate(letters)}
+    return LlamaTokenizer(
+        vocabulary,
+        [],
+        legacy=legacy,
+        add_bos_token=True,
+        pad_token="<pad>",
+    )
 
 
 ADDING = {

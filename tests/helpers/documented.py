@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 
 from paths import DOCS
 
@@ -11,44 +11,66 @@ from normalign_llava.train.command import REFUSED, ModelOptions, TrainingOptions
 
 
 PAGE = DOCS / "options.md"
+LINE_LENGTH = 128
 
 
 def documented(section: str) -> dict[str, str]:
     """What the table of a section of the page says of each name."""
-    table = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", table, re.MULTILINE)
-    names = [(name, text) for first, text in rows for name in re.findall(r"`([^`]+)`", first)]
-    assert len(names) == len(dict(names)), "a name stands in two rows"
-    return dict(names)
+    after_heading = PAGE.read_text().split(f"## {section}\n")[1]
+    section_text = after_heading.split("\n## ")[0]
+    descriptions = {}
+    table_rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section_text, re.MULTILINE)
+    for first_cell, description in table_rows:
+        for option_name in re.findall(r"`([^`]+)`", first_cell):
+            assert option_name not in descriptions, f"{option_name} stands in two rows"
+            descriptions[option_name] = description
+    return descriptions
 
 
-def item(option) -> str:
+def is_refused(option: Field) -> bool:
+    return option.metadata["help"].startswith(REFUSED)
+
+
+def list_item(option: Field) -> str:
     """What the page says of an option."""
-    default = "" if option.default in (None, MISSING) else f" (`{option.default}`)"
-    text = f"- `{option.name}`{default}: {option.metadata['help']}"
-    return textwrap.fill(text, 128, subsequent_indent="  ")
+    heading = f"`{option.name}`"
+    if option.default not in (None, MISSING):
+        heading += f" (`{option.default}`)"
+    item_text = f"- {heading}: {option.metadata['help']}"
+    return textwrap.fill(item_text, LINE_LENGTH, subsequent_indent="  ")
 
 
-def refusal(option) -> str:
+def refusal(option: Field) -> str:
     """A refused option and the only value that it may have, as YAML writes that."""
-    value = option.default
-    if value is None or isinstance(value, bool):
-        value = "null" if value is None else str(value).lower()
-    return f"`{option.name}: {value}`"
+    yaml_value = option.default
+    if option.default is None:
+        yaml_value = "null"
+    elif isinstance(option.default, bool):
+        yaml_value = str(option.default).lower()
+    return f"`{option.name}: {yaml_value}`"
 
 
 def page_from_fields(page: str) -> str:
     """The page with its lists of options made again."""
-    known = [*fields(ModelOptions), *fields(DataArguments), *fields(TrainingOptions)]
-    used = [option for option in known if not option.metadata["help"].startswith(REFUSED)]
-    refused = ", ".join(sorted(refusal(option) for option in known if option not in used))
-    for head, text in {
-        "defaults in brackets:\n": "\n".join(map(item, used)),
-        "the reason:\n": textwrap.fill(refused, 128, break_on_hyphens=False),
-    }.items():
-        before, after = page.split(f"{head}\n")
-        page = f"{before}{head}\n{text}\n\n" + after.split("\n\n", 1)[1]
-    return page
+    list_items = []
+    refusals = []
+    for options_class in (ModelOptions, DataArguments, TrainingOptions):
+        for option in fields(options_class):
+            if is_refused(option):
+                refusals.append(refusal(option))
+            else:
+                list_items.append(list_item(option))
+    refusals_text = ", ".join(sorted(refusals))
+    refusals_text = textwrap.fill(refusals_text, LINE_LENGTH, break_on_hyphens=False)
+    page = with_paragraph(page, "defaults in brackets:\n", "\n".join(list_items))
+    return with_paragraph(page, "the reason:\n", refusals_text)
+
+
+def with_paragraph(page: str, introduction: str, paragraph: str) -> str:
+    """The page with another paragraph after the line that introduces it."""
+    before, after = page.split(f"{introduction}\n")
+    after_paragraph = after.split("\n\n", 1)[1]
+    return f"{before}{introduction}\n{paragraph}\n\n{after_paragraph}"
 
 
 if __name__ == "__main__":

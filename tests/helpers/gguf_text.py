@@ -29,17 +29,7 @@ _LAYER = {
 
 def language(folder, chat_template=tiny_parts.CHATML):
     """Saves a Qwen2 of two layers with a byte-level tokenizer."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator([_WORDS], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
+    tokenizer = _trained_tokenizer()
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(3)
@@ -56,12 +46,28 @@ def language(folder, chat_template=tiny_parts.CHATML):
         bos_token_id=None,
     )
     model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)  # so that what was said before matters
+    tiny_parts.scale_matrices(model, 4.0)  # so that what was said before matters
     model.save_pretrained(folder)
     return str(folder)
+
+
+def _trained_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    backend_tokenizer = Tokenizer(models.BPE())
+    backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend_tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend_tokenizer.train_from_iterator([_WORDS], trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend_tokenizer,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+    )
 
 
 def write(model, processor, file, dtype=gguf.GGMLQuantizationType.F32):
@@ -78,41 +84,53 @@ def write(model, processor, file, dtype=gguf.GGMLQuantizationType.F32):
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_tokenizer(writer, processor, len(model.get_input_embeddings().weight))
-    tensors = {
-        "token_embd.weight": language_model.embed_tokens.weight,
-        "output_norm.weight": language_model.norm.weight,
-        "output.weight": model.lm_head.weight,
-    }
-    for index, layer in enumerate(language_model.layers):
-        state = layer.state_dict()
-        for name, gguf_name in _LAYER.items():
-            tensors[f"blk.{index}.{gguf_name}"] = state[name]
-    for name, tensor in tensors.items():
-        values = tensor.detach().float().numpy()
-        if name.startswith("blk.") and values.ndim == 2:
-            rows = gguf.quants.quantize(values, dtype)
-            writer.add_tensor(name, rows, raw_dtype=dtype)
-        else:
-            writer.add_tensor(name, values)
+    _add_tensors(writer, model, dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _add_tokenizer(writer, processor, rows):
+def _add_tensors(writer, model, dtype):
+    language_model = model.model.language_model
+    tensors = {
+        "token_embd.weight": language_model.embed_tokens.weight,
+        "output_norm.weight": language_model.norm.weight,
+        "output.weight": model.lm_head.weight,
+    }
+    for layer_index, layer in enumerate(language_model.layers):
+        layer_weights = layer.state_dict()
+        for weight_name, gguf_name in _LAYER.items():
+            tensors[f"blk.{layer_index}.{gguf_name}"] = layer_weights[weight_name]
+    for tensor_name, tensor in tensors.items():
+        array = tensor.detach().float().numpy()
+        if tensor_name.startswith("blk.") and array.ndim == 2:
+            quantized_rows = gguf.quants.quantize(array, dtype)
+            writer.add_tensor(tensor_name, quantized_rows, raw_dtype=dtype)
+        else:
+            writer.add_tensor(tensor_name, array)
+
+
+def _add_tokenizer(writer, processor, embedding_rows):
     tokenizer = processor.tokenizer
-    texts = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    texts += [f"[PAD{index}]" for index in range(len(texts), rows)]
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    control = gguf.TokenType.CONTROL
-    normal = gguf.TokenType.NORMAL
-    pairs = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    token_texts = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    for index in range(len(token_texts), embedding_rows):
+        token_texts.append(f"[PAD{index}]")
+    special_texts = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    token_types = []
+    for token_text in token_texts:
+        if token_text in special_texts:
+            token_types.append(gguf.TokenType.CONTROL)
+        else:
+            token_types.append(gguf.TokenType.NORMAL)
+    backend_state = json.loads(tokenizer.backend_tokenizer.to_str())
+    merges = [" ".join(pair) for pair in backend_state["model"]["merges"]]
+
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(texts)
-    writer.add_token_types([control if text in special else normal for text in texts])
-    writer.add_token_merges([" ".join(pair) for pair in pairs])
+    writer.add_token_list(token_texts)
+    writer.add_token_types(token_types)
+    writer.add_token_merges(merges)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(False)
     writer.add_chat_template(processor.chat_template)

@@ -26,7 +26,12 @@ class Refusal(Exception):
     def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None):
         super().__init__(message)
         self.status = status
-        self.headers = {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
+        self.headers = {
+            "X-Error-Code": code,
+            "X-Error-Message": message,
+        }
+        if headers:
+            self.headers.update(headers)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,10 @@ class Repository:
 
     def files(self) -> dict[str, int]:
         """Path -> size in bytes, on `main`."""
-        return {path: len(self.blobs[blob_id]) for path, blob_id in self.head().files.items()}
+        sizes = {}
+        for file_path, blob_id in self.head().files.items():
+            sizes[file_path] = len(self.blobs[blob_id])
+        return sizes
 
     def commits(self) -> list[Commit]:
         """Those that lead to `main`, newest first."""
@@ -75,17 +83,18 @@ class Repository:
 
     def resolve(self, revision: str) -> Commit:
         """The commit that a branch or an id names."""
-        oid = self.branches.get(revision, revision)
-        if oid not in self._commits:
+        commit_id = self.branches.get(revision, revision)
+        if commit_id not in self._commits:
             raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return self._commits[oid]
+        return self._commits[commit_id]
 
     def advance(self, branch: str, files: dict[str, str], parent: str | None) -> Commit:
         """Makes the snapshot `files` the newest commit of a branch."""
-        oid = secrets.token_hex(20)
-        self._commits[oid] = Commit(oid, parent, dict(sorted(files.items())))
-        self.branches[branch] = oid
-        return self._commits[oid]
+        sorted_files = dict(sorted(files.items()))
+        commit = Commit(secrets.token_hex(20), parent, sorted_files)
+        self._commits[commit.oid] = commit
+        self.branches[branch] = commit.oid
+        return commit
 
     def change(self, contents: dict[str, bytes]) -> Commit:
         """A commit on `main` that adds or replaces files, in LFS where the Hub would."""
@@ -131,7 +140,8 @@ class Repository:
 
 
 def git_blob_id(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    header = b"blob %d\0" % len(content)
+    return hashlib.sha1(header + content).hexdigest()
 
 
 def in_lfs(blob_id: str) -> bool:
@@ -140,7 +150,9 @@ def in_lfs(blob_id: str) -> bool:
 
 def stored_in_lfs(path: str, sample: bytes) -> bool:
     """Whether the Hub wants a file in LFS: by its suffix, or because its first bytes are binary."""
-    return path.endswith(LFS_SUFFIXES) or b"\0" in sample[:512]
+    if path.endswith(LFS_SUFFIXES):
+        return True
+    return b"\0" in sample[:512]
 
 
 class Account(NamedTuple):
@@ -180,8 +192,11 @@ class Answer:
 
 def reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
     """An answer in JSON."""
-    headers = {"Content-Type": "application/json", **(headers or {})}
-    return Answer(json.dumps(value).encode(), status, headers)
+    all_headers = {"Content-Type": "application/json"}
+    if headers:
+        all_headers.update(headers)
+    body = json.dumps(value).encode()
+    return Answer(body, status, all_headers)
 
 
 def address(kind: str, repo_id: str) -> str:
@@ -195,8 +210,8 @@ def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repo
     repository = hub.repositories.get(address(kind, repo_id))
     if repository is None:
         raise Refusal(404, "RepoNotFound", "Repository not found")
-    owner = repo_id.split("/")[0]
-    is_owner = request.account is not None and request.account.name == owner
+    owner_name = repo_id.split("/")[0]
+    is_owner = request.account is not None and request.account.name == owner_name
     if repository.private and not is_owner:
         raise Refusal(404, "RepoNotFound", "Repository not found")
     return repository
@@ -204,14 +219,14 @@ def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repo
 
 def whoami(hub: "HubServer", request: Request) -> Answer:
     account = request.signed_in()
-    token = {"displayName": "test", "role": account.role}
-    user = {
+    access_token = {"displayName": "test", "role": account.role}
+    user_answer = {
         "type": "user",
         "name": account.name,
-        "auth": {"accessToken": token},
+        "auth": {"accessToken": access_token},
         "orgs": [{"name": "lab"}],
     }
-    return reply(user)
+    return reply(user_answer)
 
 
 def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> Answer:
@@ -221,14 +236,14 @@ def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> 
     if "README.md" in commit.files:
         card_blob = repository.blobs[commit.files["README.md"]]
         card_text = card_blob.decode("utf-8", "replace")
-    card = RepoCard(card_text, ignore_metadata_errors=True)
+    repo_card = RepoCard(card_text, ignore_metadata_errors=True)
     information = {
         "id": repo_id,
         "sha": commit.oid,
         "private": repository.private,
         "tags": [],
         "siblings": [{"rfilename": path} for path in commit.files],
-        "cardData": card.data.to_dict(),
+        "cardData": repo_card.data.to_dict(),
     }
     return reply(information)
 
@@ -236,9 +251,9 @@ def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> 
 def with_folders(paths) -> set[str]:
     """Paths of files, and of all folders that they are in."""
     all_paths = set(paths)
-    for path in paths:
-        for slash in re.finditer("/", path):
-            all_paths.add(path[: slash.start()])
+    for file_path in paths:
+        for slash_match in re.finditer("/", file_path):
+            all_paths.add(file_path[: slash_match.start()])
     return all_paths
 
 
@@ -253,11 +268,13 @@ def tree(hub: "HubServer", request: Request, kind, repo_id, revision, folder="")
         raise missing_entry(folder, commit)
     if request.query.get("recursive") != ["true"]:
         paths = [path for path in paths if "/" not in path.removeprefix(prefix)]
-    return reply([repository.entry(path, commit) for path in paths])
+    entries = [repository.entry(path, commit) for path in paths]
+    return reply(entries)
 
 
 def missing_entry(path: str, commit: Commit) -> Refusal:
-    return Refusal(404, "EntryNotFound", f"no {path}", {"X-Repo-Commit": commit.oid})
+    headers = {"X-Repo-Commit": commit.oid}
+    return Refusal(404, "EntryNotFound", f"no {path}", headers)
 
 
 def download(hub: "HubServer", request: Request, repo_id, revision, path, kind="model") -> Answer:
@@ -281,10 +298,11 @@ def download(hub: "HubServer", request: Request, repo_id, revision, path, kind="
     byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", request.range)
     if byte_range is None:
         return Answer(blob, 200, headers, download=downloaded_file)
-    first = int(byte_range[1])
-    last = min(int(byte_range[2]), len(blob) - 1)
-    headers["Content-Range"] = f"bytes {first}-{last}/{len(blob)}"
-    return Answer(blob[first : last + 1], 206, headers, download=downloaded_file)
+    first_byte = int(byte_range[1])
+    last_byte = min(int(byte_range[2]), len(blob) - 1)
+    headers["Content-Range"] = f"bytes {first_byte}-{last_byte}/{len(blob)}"
+    content = blob[first_byte : last_byte + 1]
+    return Answer(content, 206, headers, download=downloaded_file)
 
 
 def create_repository(hub: "HubServer", request: Request) -> Answer:
@@ -308,7 +326,8 @@ def create_repository(hub: "HubServer", request: Request) -> Answer:
 def create_branch(hub: "HubServer", request: Request, kind, repo_id, name) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     starting_point = request.json().get("startingPoint", "main")
-    repository.branches[name] = repository.resolve(starting_point).oid
+    starting_commit = repository.resolve(starting_point)
+    repository.branches[name] = starting_commit.oid
     return reply({})
 
 
@@ -322,17 +341,17 @@ def preupload(hub: "HubServer", request: Request, kind, repo_id, revision) -> An
 
     answers = []
     for wanted in request.json()["files"]:
-        path = wanted["path"]
+        wanted_path = wanted["path"]
         upload_mode = "regular"
-        if stored_in_lfs(path, base64.b64decode(wanted["sample"])):
+        if stored_in_lfs(wanted_path, base64.b64decode(wanted["sample"])):
             upload_mode = "lfs"
         answer = {
-            "path": path,
+            "path": wanted_path,
             "uploadMode": upload_mode,
-            "shouldIgnore": any(fnmatch(path, pattern) for pattern in patterns),
+            "shouldIgnore": any(fnmatch(wanted_path, pattern) for pattern in patterns),
         }
-        if path in files:
-            answer["oid"] = files[path]
+        if wanted_path in files:
+            answer["oid"] = files[wanted_path]
         answers.append(answer)
     return reply({"files": answers})
 
@@ -341,22 +360,25 @@ KNOWN_LICENSES = ("apache-2.0", "mit", "llama3.2", "other")
 
 
 def validate_yaml(hub: "HubServer", request: Request) -> Answer:
-    card = RepoCard(request.json()["content"], ignore_metadata_errors=True)
-    card_license = card.data.get("license") or "other"
+    card_text = request.json()["content"]
+    repo_card = RepoCard(card_text, ignore_metadata_errors=True)
+    card_license = repo_card.data.get("license") or "other"
+    report = {"errors": [], "warnings": []}
     if card_license in KNOWN_LICENSES:
-        return reply({"errors": [], "warnings": []})
-    fault = {"message": f'"license" must be one of {KNOWN_LICENSES}'}
-    return reply({"errors": [fault], "warnings": []}, 400)
+        return reply(report)
+    error = {"message": f'"license" must be one of {KNOWN_LICENSES}'}
+    report["errors"].append(error)
+    return reply(report, 400)
 
 
 def batch(hub: "HubServer", request: Request, repo_id, kind="model") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     answers = []
     for wanted in request.json()["objects"]:
-        oid = wanted["oid"]
-        answer = {"oid": oid, "size": wanted["size"]}
-        if oid not in repository.blobs:
-            upload_url = f"{hub.url}/{repository.address}.git/lfs/{oid}"
+        content_id = wanted["oid"]
+        answer = {"oid": content_id, "size": wanted["size"]}
+        if content_id not in repository.blobs:
+            upload_url = f"{hub.url}/{repository.address}.git/lfs/{content_id}"
             answer["actions"] = {"upload": {"href": upload_url}}
         answers.append(answer)
     return reply({"transfer": "basic", "objects": answers})
@@ -364,7 +386,8 @@ def batch(hub: "HubServer", request: Request, repo_id, kind="model") -> Answer:
 
 def upload(hub: "HubServer", request: Request, repo_id, sha256, kind="model") -> Answer:
     # No token comes with it: as in the Hub's storage, the address is the permit.
-    hub.repositories[address(kind, repo_id)].blobs[sha256] = request.body
+    repository = hub.repositories[address(kind, repo_id)]
+    repository.blobs[sha256] = request.body
     hub.received[sha256] += len(request.body)
     return Answer()
 
@@ -373,17 +396,19 @@ def commit(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answe
     repository = visible(hub, request, kind, repo_id)
     request.signed_in()
     header, *operations = [json.loads(line) for line in request.body.splitlines()]
-    head = repository.resolve(revision)
-    if header["value"].get("parentCommit", head.oid) != head.oid:
+    parent_commit = repository.resolve(revision)
+    expected_parent = header["value"].get("parentCommit", parent_commit.oid)
+    if expected_parent != parent_commit.oid:
         raise Refusal(412, "PreconditionFailed", "A commit has happened since.")
-    files = dict(head.files)
+    files = dict(parent_commit.files)
     for operation in operations:
         value = operation["value"]
         match operation["key"]:
             case "file":
                 content = base64.b64decode(value["content"])
-                files[value["path"]] = git_blob_id(content)
-                repository.blobs[git_blob_id(content)] = content
+                blob_id = git_blob_id(content)
+                repository.blobs[blob_id] = content
+                files[value["path"]] = blob_id
             case "lfsFile" if value["oid"] in repository.blobs:
                 files[value["path"]] = value["oid"]
             case "deletedFile":
@@ -394,13 +419,13 @@ def commit(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answe
     branch = revision
     if is_proposal:
         branch = "refs/pr/1"
-    oid = repository.advance(branch, files, head.oid).oid
+    new_commit = repository.advance(branch, files, parent_commit.oid)
     page_url = f"{hub.url}/{repository.address}"
     answer = {
         "success": True,
         "hookOutput": "",
-        "commitOid": oid,
-        "commitUrl": f"{page_url}/commit/{oid}",
+        "commitOid": new_commit.oid,
+        "commitUrl": f"{page_url}/commit/{new_commit.oid}",
     }
     if is_proposal:
         answer["pullRequestUrl"] = f"{page_url}/discussions/1"

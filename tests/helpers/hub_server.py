@@ -24,7 +24,7 @@ GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 class Fault:
     """What becomes of the first `times` requests `"METHOD /path"` that match the pattern `request`.
 
-    `kind` is the status of a refusal; or "pause", which sets `reached` and waits for `released`.
+    `kind` is the status of a refusal. Or it is "pause": sets `reached` and waits for `released`.
     """
 
     kind: str | int
@@ -40,8 +40,8 @@ class HubServer:
     def __init__(self, repositories: dict[str, Path] | None = None):
         self.lock = RLock()
         self.clear()
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        handler_class = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler_class)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         for repo_id, folder in (repositories or {}).items():
             self.serve(repo_id, folder)
@@ -57,9 +57,16 @@ class HubServer:
 
     def environment(self, home: Path) -> dict[str, str]:
         """Environment for a client process with `home` as its cache."""
-        foreign = ("HF_", "HUGGING_FACE")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        return {**kept, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        variables = {}
+        for variable_name, value in os.environ.items():
+            if not variable_name.startswith(("HF_", "HUGGING_FACE")):
+                variables[variable_name] = value
+        return {
+            **variables,
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+        }
 
     def token(self, name: str, role: str = "write") -> str:
         """A token of the account `name`, to "read" or to "write" in its own namespace."""
@@ -67,7 +74,14 @@ class HubServer:
         self.accounts[token] = Account(name, role)
         return token
 
-    def create(self, repo_id: str, *, kind="model", private=False, files=None) -> Repository:
+    def create(
+        self,
+        repo_id: str,
+        *,
+        kind: str = "model",
+        private: bool = False,
+        files: dict[str, bytes] | None = None,
+    ) -> Repository:
         """A repository as the Hub makes one, with a `.gitattributes`; then a commit of `files`."""
         repository = Repository(address(kind, repo_id), private)
         self.repositories[repository.address] = repository
@@ -78,9 +92,14 @@ class HubServer:
 
     def serve(self, repo_id: str, folder: Path, kind: str = "model") -> Repository:
         """A public repository whose only commit is the files of a folder, and nothing else."""
-        repository = self.repositories[address(kind, repo_id)] = Repository(address(kind, repo_id))
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        repository.change({str(file.relative_to(folder)): file.read_bytes() for file in files})
+        repository = Repository(address(kind, repo_id))
+        self.repositories[repository.address] = repository
+        contents = {}
+        for file_path in sorted(folder.rglob("*")):
+            if file_path.is_file():
+                name_in_repository = str(file_path.relative_to(folder))
+                contents[name_in_repository] = file_path.read_bytes()
+        repository.change(contents)
         return repository
 
     def repository(self, repo_id: str, kind: str = "model") -> Repository:
@@ -89,8 +108,9 @@ class HubServer:
 
     def fault(self, kind: str | int, request: str, *, times: int = 1) -> Fault:
         """Makes requests fail or wait: see [`Fault`]."""
-        self.faults.append(Fault(kind, request, times))
-        return self.faults[-1]
+        fault = Fault(kind, request, times)
+        self.faults.append(fault)
+        return fault
 
     def __enter__(self) -> "HubServer":
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
@@ -117,41 +137,54 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_GET
 
     def _serve(self) -> None:
-        address = urlsplit(self.path)
-        length = int(self.headers.get("Content-Length", 0))
-        line = f"{self.command} {address.path}"
-        body = self.rfile.read(length)
-        if len(body) < length:
+        url = urlsplit(self.path)
+        body_length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(body_length)
+        if len(body) < body_length:
             raise ConnectionAbortedError("the client went away")
+        request_line = f"{self.command} {url.path}"
         with self.hub.lock:
-            self.hub.requests.append(line)
-            faults = [fault for fault in self.hub.faults if fault.times]
-            fault = next((fault for fault in faults if re.search(fault.request, line)), None)
-            if fault:
-                fault.times -= 1
-        if fault and fault.kind == "pause":
+            self.hub.requests.append(request_line)
+            fault = self._next_fault(request_line)
+        if fault and fault.kind != "pause":
+            error = {"error": "this request was made to fail"}
+            return self._send(reply(error, int(fault.kind)))
+        if fault:
             fault.reached.set()
             fault.released.wait()
-        elif fault:
-            return self._send(reply({"error": "this request was made to fail"}, int(fault.kind)))
         try:
             with self.hub.lock:
-                answer = self._answer(address.path, parse_qs(address.query), body)
+                answer = self._answer(url.path, parse_qs(url.query), body)
         except Refusal as refusal:
-            answer = reply({"error": str(refusal)}, refusal.status, refusal.headers)
+            error = {"error": str(refusal)}
+            answer = reply(error, refusal.status, refusal.headers)
         self._send(answer)
+
+    def _next_fault(self, request_line: str) -> Fault | None:
+        """The first fault that this request meets, counted as met."""
+        for fault in self.hub.faults:
+            if fault.times and re.search(fault.request, request_line):
+                fault.times -= 1
+                return fault
+        return None
 
     def _answer(self, path: str, query: dict[str, list[str]], body: bytes) -> Answer:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         account = self.hub.accounts.get(token)
         if token and account is None:
             raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
-        request = Request(query, self.headers.get("Range", ""), body, account)
-        for method, pattern, act in ROUTES:
+        byte_range = self.headers.get("Range", "")
+        request = Request(query, byte_range, body, account)
+        command = self.command.replace("HEAD", "GET")
+        for method, pattern, answer_function in ROUTES:
             match = re.fullmatch(pattern, path)
-            if match and method == self.command.replace("HEAD", "GET"):
-                groups = {key: unquote(value) for key, value in match.groupdict().items() if value}
-                return act(self.hub, request, **groups)
+            if match is None or method != command:
+                continue
+            path_parts = {}
+            for part_name, quoted_text in match.groupdict().items():
+                if quoted_text:
+                    path_parts[part_name] = unquote(quoted_text)
+            return answer_function(self.hub, request, **path_parts)
         raise Refusal(404, "NotFound", f"this hub does not know {self.command} {path}")
 
     def _send(self, answer: Answer) -> None:
@@ -159,11 +192,12 @@ class _Handler(BaseHTTPRequestHandler):
             with self.hub.lock:
                 self.hub.sent[answer.download] += len(answer.body)
         self.send_response(answer.status)
-        for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
-            self.send_header(name, value)
+        headers = {"Content-Length": str(len(answer.body)), **answer.headers}
+        for header_name, value in headers.items():
+            self.send_header(header_name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
     def log_message(self, *args: object) -> None:
-        pass  # the test that asks for `requests` reports them
+        """Nothing is logged: the test that asks for `requests` reports them."""

@@ -39,29 +39,35 @@ def module_name(file: Path) -> str:
 @cache
 def modules() -> dict[str, Module]:
     """All modules of the package by name."""
-    files = [*ROOT.glob("*.py")]
+    file_paths = [*ROOT.glob("*.py")]
     for folder in FOLDERS:
-        files += folder.rglob("*.py")
-    return {module_name(file): read(file) for file in files}
+        file_paths += folder.rglob("*.py")
+    modules_by_name = {}
+    for file_path in file_paths:
+        module = read(file_path)
+        modules_by_name[module.name] = module
+    return modules_by_name
 
 
-def read(file: Path) -> Module:
-    module = Module(module_name(file))
+def read(file_path: Path) -> Module:
+    module = Module(module_name(file_path))
     package = module.name
-    if file.name != "__init__.py":
+    if file_path.name != "__init__.py":
         package = module.name.rpartition(".")[0]
-    syntax_tree = ast.parse(file.read_text(encoding="utf-8"))
+    syntax_tree = ast.parse(file_path.read_text(encoding="utf-8"))
     for statement in syntax_tree.body:
-        for name in defined(statement):
-            module.definitions[name] = statement
+        for defined_name in defined(statement):
+            module.definitions[defined_name] = statement
     for node in ast.walk(syntax_tree):
         if isinstance(node, ast.ImportFrom):
-            source = imported_module(node, package)
+            source_module = imported_module(node, package)
             for alias in node.names:
-                module.imports[alias.asname or alias.name] = (source, alias.name)
+                local_name = alias.asname or alias.name
+                module.imports[local_name] = (source_module, alias.name)
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                module.imports[alias.asname or alias.name] = (alias.name, None)
+                local_name = alias.asname or alias.name
+                module.imports[local_name] = (alias.name, None)
     return module
 
 
@@ -94,13 +100,18 @@ def resolve(module: Module, name: str, attribute: str | None) -> Node | None:
         return module.name, name
     if name not in module.imports:
         return None
-    source, imported = module.imports[name]
-    inner = f"{source}.{imported}"
-    if inner in modules() and attribute in modules()[inner].definitions:
-        return inner, attribute
-    if source in modules() and imported in modules()[source].definitions:
-        return source, imported
+    source_module, imported_name = module.imports[name]
+    submodule = f"{source_module}.{imported_name}"
+    if is_defined(submodule, attribute):
+        return submodule, attribute
+    if is_defined(source_module, imported_name):
+        return source_module, imported_name
     return None
+
+
+def is_defined(module: str, name: str | None) -> bool:
+    """Whether a module of the package defines a name."""
+    return module in modules() and name in modules()[module].definitions
 
 
 def references(module: Module, statement: ast.AST) -> Iterator[Node]:
@@ -114,8 +125,9 @@ def references(module: Module, statement: ast.AST) -> Iterator[Node]:
     for node in ast.walk(statement):
         definition = None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id not in own_names:
-                definition = resolve(module, node.value.id, node.attr)
+            object_name = node.value.id
+            if object_name not in own_names:
+                definition = resolve(module, object_name, node.attr)
         elif isinstance(node, ast.Name) and node.id not in own_names:
             definition = resolve(module, node.id, None)
         if definition is not None:
@@ -143,14 +155,14 @@ def texts(statement: ast.stmt) -> Iterator[str]:
     What is filled in is `X`.
     """
     docstrings = set()
-    parts_of_others = set()
+    parts_of_f_strings = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docstrings.add(node.value)
         if isinstance(node, ast.JoinedStr):
-            parts_of_others.update(node.values)
+            parts_of_f_strings.update(node.values)
     for node in ast.walk(statement):
-        if node in docstrings or node in parts_of_others:
+        if node in docstrings or node in parts_of_f_strings:
             continue
         text = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

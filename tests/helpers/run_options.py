@@ -8,19 +8,18 @@ import pytest
 import yaml
 
 from normalign_llava.train.command import REFUSED, TrainingOptions
-from normalign_llava.train.options import NormAlignConfig
-from normalign_llava.train.parsing import option_parser, parse
+from normalign_llava.train.options import NormAlignConfig, option_parser, parse
 from normalign_llava.train.settings import RunConfig, complete
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
 DATA = "dataset_name: data\n"
-REFUSALS = {
-    option.name: option.default
-    for option in dataclasses.fields(TrainingOptions)
-    if option.metadata["help"].startswith(REFUSED)
-}
+REFUSALS = {}
 """Options that are refused, with their defaults."""
+
+for _option in dataclasses.fields(TrainingOptions):
+    if _option.metadata["help"].startswith(REFUSED):
+        REFUSALS[_option.name] = _option.default
 
 has_deepspeed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not has_deepspeed, reason="needs deepspeed")
@@ -31,8 +30,8 @@ def from_recipe(tmp_path, *words, **recipe) -> RunConfig:
     recipe_path = tmp_path / "recipe.yaml"
     recipe = {"output_dir": str(tmp_path / "out"), **recipe}
     recipe_path.write_text(yaml.safe_dump(recipe))
-    train_options = parse([str(recipe_path), *BASE, *words])[1]
-    return complete(train_options)[0]
+    _, train_options, _ = parse([str(recipe_path), *BASE, *words])
+    return completed(train_options)
 
 
 def as_given(folder, **options) -> NormAlignConfig:
@@ -47,7 +46,12 @@ def as_given(folder, **options) -> NormAlignConfig:
 
 def config(folder, **options) -> RunConfig:
     """Options with their values on this machine."""
-    return complete(as_given(folder, **options))[0]
+    return completed(as_given(folder, **options))
+
+
+def completed(train_options: NormAlignConfig) -> RunConfig:
+    run_config, _ = complete(train_options)
+    return run_config
 
 
 def value_of(parsed, name):
@@ -61,9 +65,18 @@ def read(tmp_path, text: str, *words: str):
     """Data, training and model of a recipe's text. It must name data if `words` do not."""
     recipe_path = tmp_path / "recipe.yaml"
     recipe_path.write_text(text)
-    base = ["--model_name_or_path", "model", "--bf16", "false", "--output_dir", str(tmp_path)]
-    data, train_options, model = parse([str(recipe_path), *base, *words])
-    return data, complete(train_options)[0], model
+    arguments = [
+        str(recipe_path),
+        "--model_name_or_path",
+        "model",
+        "--bf16",
+        "false",
+        "--output_dir",
+        str(tmp_path),
+        *words,
+    ]
+    data_options, train_options, model_options = parse(arguments)
+    return data_options, completed(train_options), model_options
 
 
 def option_names() -> set[str]:

@@ -19,21 +19,24 @@ class Script(LM):
 
     MULTIMODAL = True
 
-    def __init__(self, answers, of_blank=None):
+    def __init__(self, answers, answer_of_blank=None):
         super().__init__()
         self.answers = answers
-        self.of_blank = of_blank
+        self.answer_of_blank = answer_of_blank
 
     def generate_until(self, requests, disable_tqdm=False):
         self.asked = sorted(requests, key=lambda request: request.doc_id)
-        answers = []
-        for request in requests:
-            for image in request.args[2]["visual"]:
-                white = {colour for _, colour in image.getcolors(10**6)} == {(255, 255, 255)}
-                assert white == (request.idx == 1)
-            own = self.answers[request.doc_id]
-            answers.append(self.of_blank(request.args[0]) if request.idx else own)
-        return answers
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        """A document is asked once with its images, then once with white ones."""
+        is_blank = request.idx == 1
+        prompt = request.args[0]
+        for image in request.args[2]["visual"]:
+            assert is_white(image) == is_blank
+        if request.idx:
+            return self.answer_of_blank(prompt)
+        return self.answers[request.doc_id]
 
     def loglikelihood(self, requests):
         raise NotImplementedError
@@ -41,24 +44,43 @@ class Script(LM):
     loglikelihood_rolling = loglikelihood
 
 
+def is_white(image: Picture.Image) -> bool:
+    colours = {colour for _, colour in image.getcolors(10**6)}
+    return colours == {(255, 255, 255)}
+
+
 def run(folder, task, rows, model):
     """lm-eval's results of a task file on rows of ours: dicts of the data set's columns."""
     write_task(folder, task, rows)
-    tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    return evaluate(model, tasks.load([task]))  # simple_evaluate takes 2 seconds more
+    task_manager = TaskManager(include_path=str(folder), include_defaults=False)
+    loaded_tasks = task_manager.load([task])
+    return evaluate(model, loaded_tasks)  # simple_evaluate takes 2 seconds more
 
 
 def write_task(folder, task, rows):
     """Writes rows, and a task file that only says where they lie. Rows without `image` get one."""
-    rows = [{"image": picture(), **row} for row in rows]
-    Dataset.from_list(rows).cast_column("image", Image()).to_parquet(folder / "rows.parquet")
-    split = re.search(r"^test_split: (\w+)", (TASKS / f"{task}.yaml").read_text(), re.M)[1]
-    data = f"data_files: {{{split}: {folder / 'rows.parquet'}}}, cache_dir: {folder / 'cache'}"
-    (folder / f"{task}.yaml").write_text(
-        f"include: {TASKS / task}.yaml\ntask: {task}\ndataset_path: parquet\ndataset_name: null\n"
-        f"dataset_kwargs: {{{data}}}\n"
-    )
+    data_path = folder / "rows.parquet"
+    complete_rows = []
+    for data_row in rows:
+        complete_rows.append({"image": picture(), **data_row})
+    dataset = Dataset.from_list(complete_rows)
+    dataset.cast_column("image", Image()).to_parquet(data_path)
+
+    task_text = (TASKS / f"{task}.yaml").read_text()
+    split = re.search(r"^test_split: (\w+)", task_text, re.M)[1]
+    lines = [
+        f"include: {TASKS / task}.yaml",
+        f"task: {task}",
+        "dataset_path: parquet",
+        "dataset_name: null",
+        "dataset_kwargs:",
+        f"  data_files: {{{split}: {data_path}}}",
+        f"  cache_dir: {folder / 'cache'}",
+    ]
+    task_path = folder / f"{task}.yaml"
+    task_path.write_text("\n".join(lines) + "\n")
 
 
 def picture() -> Picture.Image:
-    return Picture.fromarray(np.full((12, 12, 4), 90, dtype=np.uint8), "RGBA")
+    pixels = np.full((12, 12, 4), 90, dtype=np.uint8)
+    return Picture.fromarray(pixels, "RGBA")

@@ -8,56 +8,168 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 
 SIZES = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "word_embed_proj_dim"), 32
-    ),
-    **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_dim", "cross_dim"), 32),
-    **dict.fromkeys(("backbone_hidden_size", "input_embedding_size"), 32),
-    **dict.fromkeys(("output_embedding_size", "pronunciation_embed_dim", "shape_embed_dim"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), 4),
-    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("attention_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
-    **dict.fromkeys(("swa_num_attention_heads", "index_n_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "kv_channels", "d_head"), 8),
-    **dict.fromkeys(("v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("attention_head_size", "linear_head_dim", "linear_key_head_dim"), 8),
-    **dict.fromkeys(("linear_value_head_dim", "rotary_dim", "d_rel"), 8),
-    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 4),
+    # Widths.
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "emb_dim": 32,
+    "embedding_size": 32,
+    "word_embed_proj_dim": 32,
+    "attention_hidden_size": 32,
+    "lru_width": 32,
+    "embedding_dim": 32,
+    "cross_dim": 32,
+    "backbone_hidden_size": 32,
+    "input_embedding_size": 32,
+    "output_embedding_size": 32,
+    "pronunciation_embed_dim": 32,
+    "shape_embed_dim": 32,
+    # Layers.
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_layers": 4,
+    "num_blocks": 4,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_encoder_layers": 2,
+    # Attention heads.
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "num_encoder_attention_heads": 4,
+    "swa_num_attention_heads": 4,
+    "index_n_heads": 4,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "swa_num_key_value_heads": 2,
+    # Widths of a head.
+    "head_dim": 8,
+    "swa_head_dim": 8,
+    "dim_head": 8,
+    "kv_channels": 8,
+    "d_head": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 8,
+    "attention_head_size": 8,
+    "linear_head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rotary_dim": 8,
+    "d_rel": 8,
+    # Heads of linear attention.
+    "linear_num_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    # The width of a query with its rotary part, and ranks.
     "qk_head_dim": 16,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "dense_intermediate_size"), 48),
-    **dict.fromkeys(("expert_ffn_hidden_size", "ffn_hidden_size", "ffn_dim", "dim_ff"), 48),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "feed_forward_size", "dff"), 48),
-    **dict.fromkeys(("d_inner", "intermediate_size_mlp", "shared_intermediate_size"), 48),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_experts_intermediate_size"), 48),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "router_hidden_size"), 48),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("moe_num_experts", "zero_expert_num"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "o_groups"), 1),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size"), 8),
-    **dict.fromkeys(("attention_window_size", "local_attention", "keep_window_size"), 8),
-    **dict.fromkeys(("attention_chunk_size", "index_topk", "index_block_size"), 8),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "time_step_rank"), 8),
-    **dict.fromkeys(("mamba_dt_rank", "mamba_d_head", "mamba_head_dim", "mamba_headdim"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),  # times 8 is twice the width
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), 8),
-    **dict.fromkeys(("n_mamba_heads", "n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
-    **dict.fromkeys(("context_length", "max_target_positions", "max_source_positions"), 256),
-    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "adapter_rank"), 8),
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    # Inner widths of MLPs.
+    "intermediate_size": 48,
+    "moe_intermediate_size": 48,
+    "dense_intermediate_size": 48,
+    "expert_ffn_hidden_size": 48,
+    "ffn_hidden_size": 48,
+    "ffn_dim": 48,
+    "dim_ff": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "feed_forward_size": 48,
+    "dff": 48,
+    "d_inner": 48,
+    "intermediate_size_mlp": 48,
+    "shared_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "shared_experts_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "router_hidden_size": 48,
+    # Experts.
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "zero_expert_num": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "o_groups": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    # Windows of attention.
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "window_size": 8,
+    "attention_window_size": 8,
+    "local_attention": 8,
+    "keep_window_size": 8,
+    "attention_chunk_size": 8,
+    "index_topk": 8,
+    "index_block_size": 8,
+    # State-space layers.
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "mamba_d_head": 8,
+    "mamba_head_dim": 8,
+    "mamba_headdim": 8,
+    "mamba_n_heads": 8,  # times 8 is twice the width
+    "mamba_num_heads": 8,  # times 8 is twice the width
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "block_size": 8,
+    "n_mamba_heads": 2,
+    "n_groups": 2,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    # Positions.
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "n_ctx": 256,
+    "max_seq_len": 256,
+    "context_length": 256,
+    "max_target_positions": 256,
+    "max_source_positions": 256,
+    # Others.
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "adapter_rank": 8,
     "layer_group_size": 2,
     "initializer_range": 0.1,
 }
 """Small sizes by the names of fields, wherever a configuration has the field and sets it."""
 
-HALVES = ["sliding_attention", "full_attention"] * 2
+LATENT_ATTENTION = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+MULTIMODAL_ROPE = dict(
+    rope_type="default",
+    rope_theta=1e4,
+    mrope_section=[2, 1, 1],
+)
 EXCEPTIONS: dict[str, dict] = {
     "bamba": dict(attn_layer_indices=[1, 3]),
     "axk2": dict(index_topk=256),
@@ -67,22 +179,34 @@ EXCEPTIONS: dict[str, dict] = {
         local_attention_window_len=8,
         cross_attn_k=1,
     ),
-    **dict.fromkeys(
-        ("blt_local_encoder", "blt_local_decoder"), dict(hidden_size_global=32, cross_attn_k=1)
-    ),
+    "blt_local_encoder": dict(hidden_size_global=32, cross_attn_k=1),
+    "blt_local_decoder": dict(hidden_size_global=32, cross_attn_k=1),
     "cohere_compass_text": dict(
-        rope_parameters={
-            kind: dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-            for kind in HALVES[:2]
-        }
+        rope_parameters=dict(
+            sliding_attention=MULTIMODAL_ROPE,
+            full_attention=MULTIMODAL_ROPE,
+        ),
     ),
     "dbrx": dict(
-        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
-        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
+        attn_config=dict(
+            kv_n_heads=2,
+            rope_theta=1e4,
+            clip_qkv=8.0,
+        ),
+        ffn_config=dict(
+            ffn_hidden_size=48,
+            moe_num_experts=4,
+            moe_top_k=2,
+        ),
     ),
-    "doge": dict(keep_window_size=256),  # from here on, a cache changes which tokens are kept
+    "deepseek_v2": dict(num_experts_per_tok=2),
+    "doge": dict(keep_window_size=256),  # in longer texts, a cache changes which tokens are kept
     "dory": dict(n_input_layers=1, n_output_layers=1),
-    "dots1": dict(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
+    "dots1": dict(
+        n_shared_experts=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    ),
     "dots3_note_text": dict(
         num_key_value_heads=4,
         swa_num_attention_heads=4,
@@ -94,14 +218,18 @@ EXCEPTIONS: dict[str, dict] = {
         swa_v_head_dim=8,
     ),
     "dots3_note_vision_encoder": dict(
-        adapter_in_dim=32, adapter_out_dim=32, pyramid_num_routed=[-1, -1, 2, 2]
+        adapter_in_dim=32,
+        adapter_out_dim=32,
+        pyramid_num_routed=[-1, -1, 2, 2],
     ),
     "dots3_note_audio_encoder": dict(
-        adapter_input_size=32, adapter_out_dim=32, downsample_hidden_size=8
+        adapter_input_size=32,
+        adapter_out_dim=32,
+        downsample_hidden_size=8,
     ),
     "falcon_h1": dict(mamba_d_ssm=64),
     "gemma3n_text": dict(
-        layer_types=HALVES,
+        layer_types=SLIDING_AND_FULL,
         num_kv_shared_layers=2,
         activation_sparsity_pattern=[0.95] * 4,
         intermediate_size=48,
@@ -124,12 +252,13 @@ EXCEPTIONS: dict[str, dict] = {
     ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * 2),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "hunyuan_v1_moe": dict(head_dim=8),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "kimi_linear": dict(layer_types=["linear_attention", "full_attention"] * 2),
-    "deepseek_v2": dict(num_experts_per_tok=2),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), dict(head_dim=8)),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
     "mamba2": dict(num_heads=8),
+    "ministral": dict(head_dim=8),
     "nemotron": dict(num_key_value_heads=2),
     "qwen4_exp_text": dict(
         indexer_n_heads=2,
@@ -144,7 +273,7 @@ EXCEPTIONS: dict[str, dict] = {
     ),
     "reformer": dict(axial_pos_embds_dim=(16, 16), axial_pos_shape=(16, 16)),
     "zamba": dict(
-        layers_block_type=["linear_attention", "linear_attention", "hybrid", "hybrid"],
+        layers_block_type=["linear_attention"] * 2 + ["hybrid"] * 2,
         attention_hidden_size=64,
         attention_head_dim=16,
     ),
@@ -164,38 +293,48 @@ LARGEST = 5_000_000
 """The most parameters that count as tiny."""
 
 
-def tiny_config(model_type: str, rows: int, **fields) -> PreTrainedConfig:
-    """Returns a small configuration of a model, with a vocabulary of `rows`."""
-    return _tiny(CONFIG_MAPPING[model_type], rows, **fields)
+def tiny_config(model_type: str, vocabulary_size: int, **fields) -> PreTrainedConfig:
+    """Returns a small configuration of a model."""
+    return _tiny(CONFIG_MAPPING[model_type], vocabulary_size, **fields)
 
 
-def _tiny(cls: type[PreTrainedConfig], rows: int, **fields) -> PreTrainedConfig:
-    given = {**EXCEPTIONS.get(cls.model_type, {}), **fields}
+def _tiny(
+    config_class: type[PreTrainedConfig],
+    vocabulary_size: int,
+    **fields,
+) -> PreTrainedConfig:
+    exceptions = EXCEPTIONS.get(config_class.model_type, {})
+    given_fields = {**exceptions, **fields}
     try:
-        default = cls()
+        default_config = config_class()
     except Exception:  # such as one whose defaults do not fit each other
-        default = cls(**given)
-    return cls(**{**_small_fields(default, rows), **given})
+        default_config = config_class(**given_fields)
+    small_fields = _small_fields(default_config, vocabulary_size)
+    return config_class(**{**small_fields, **given_fields})
 
 
-def _small_fields(default: PreTrainedConfig, rows: int) -> dict:
-    small = {}
-    for name, value in vars(default).items():
+def _small_fields(default_config: PreTrainedConfig, vocabulary_size: int) -> dict:
+    default_fields = vars(default_config)
+    small_fields = {}
+    for field_name, value in default_fields.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_token = field_name.endswith(("_token_id", "_token_index"))
         if isinstance(value, PreTrainedConfig):
-            small[name] = _tiny(type(value), rows)
-        elif name == "is_decoder":
-            small[name] = True
-        elif name in SIZES and is_number:
-            small[name] = SIZES[name]
-        elif name in VOCABULARY:
-            small[name] = rows
-        elif name.endswith(("_token_id", "_token_index")) and is_number:
-            small[name] = 0
-    if "kv_lora_rank" in vars(default) and "num_key_value_heads" in small:
-        small["num_key_value_heads"] = small["num_attention_heads"]
-    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return small | ids
+            small_fields[field_name] = _tiny(type(value), vocabulary_size)
+        elif field_name == "is_decoder":
+            small_fields[field_name] = True
+        elif field_name in SIZES and is_number:
+            small_fields[field_name] = SIZES[field_name]
+        elif field_name in VOCABULARY:
+            small_fields[field_name] = vocabulary_size
+        elif is_token and is_number:
+            small_fields[field_name] = 0
+    if "kv_lora_rank" in default_fields and "num_key_value_heads" in small_fields:
+        small_fields["num_key_value_heads"] = small_fields["num_attention_heads"]
+    small_fields["pad_token_id"] = 0
+    small_fields["bos_token_id"] = 1
+    small_fields["eos_token_id"] = 2
+    return small_fields
 
 
 def language(folder: Path, model_type: str) -> str | None:
@@ -211,8 +350,11 @@ def language(folder: Path, model_type: str) -> str | None:
     torch.manual_seed(2)
     try:
         with torch.device("meta"):
-            parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-        assert parameters < LARGEST, f"{model_type} is not tiny: {parameters:,} parameters"
+            model_without_data = AutoModelForCausalLM.from_config(config)
+        parameter_count = model_without_data.num_parameters()
+        assert parameter_count < LARGEST, (
+            f"{model_type} is not tiny: {parameter_count:,} parameters"
+        )
         model = AutoModelForCausalLM.from_config(config)
         _vary(model)
         model.save_pretrained(folder)
@@ -225,5 +367,8 @@ def language(folder: Path, model_type: str) -> str | None:
 def _vary(model: PreTrainedModel) -> None:
     """Changes parameters that start as one number, such as 0: they may hide what they scale."""
     for parameter in model.parameters():
-        if parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
+        if parameter.numel() <= 1:
+            continue
+        first_value = parameter.flatten()[0]
+        if (parameter == first_value).all():
             parameter += 0.1 * torch.randn_like(parameter)

@@ -117,3 +117,25 @@ def language(folder, tied=True, cls=LlamaConfig, rows=None, chat_template=CHATML
     model.save_pretrained(folder)
     text_tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def scale_matrices(model, factor):
+    """Multiplies the matrices of a model that is not trained, so that its inputs matter more."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(factor)
+
+
+def siglip(folder, side, **sizes):
+    """Saves a SigLIP for which pictures differ, though it is not trained."""
+    torch.manual_seed(0)
+    config = transformers.SiglipVisionConfig(
+        num_attention_heads=4, image_size=side, patch_size=14, vision_use_head=False, **sizes
+    )
+    encoder = transformers.SiglipVisionModel(config)
+    scale_matrices(encoder, 3.0)
+    encoder.save_pretrained(folder)
+    size = {"height": side, "width": side}
+    transformers.SiglipImageProcessor(size=size).save_pretrained(folder)
+    return str(folder)

@@ -38,6 +38,18 @@ def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
     )
 
 
+def make_labels(processor, monkeypatch) -> None:
+    """Has a processor make labels, as some models' own do."""
+    apply_chat_template = processor.apply_chat_template
+
+    def apply_with_labels(*args, **kwargs):
+        inputs = apply_chat_template(*args, **kwargs)
+        inputs["labels"] = inputs["input_ids"]
+        return inputs
+
+    monkeypatch.setattr(processor, "apply_chat_template", apply_with_labels)
+
+
 def arguments(path, **kwargs) -> DataArguments:
     return DataArguments(dataset_name=str(path), **kwargs)
 

@@ -1,5 +1,6 @@
 """Run by test_train_distributed.py, as by torchrun: trains by the command's own path, and measures.
 
+Arguments: the mode, a JSON file with a command line for each run, and how names of results begin.
 accelerate shards nothing without a GPU unless it is told to: `main` stands for the missing GPUs.
 """
 
@@ -23,108 +24,162 @@ from normalign_llava.train.modules.model import projector_norm
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
-def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
-    if mode in ("ddp", "fsdp2"):
-        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        host = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, ranks["world_size"], is_master=ranks["rank"] == 0)
-    for name, words in runs.items():
-        if mode in ("ddp", "fsdp2"):  # a run ends its process group; the next reads another store
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), **ranks)
-        if mode == "fsdp2":
-            AcceleratorState._reset_state(reset_partial_state=True)
-            PartialState(cpu=True, backend="gloo")
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        elif mode in ("zero2", "zero3"):
-            PartialState(backend="gloo")
-        if mode not in ("one", "ddp"):
-            words = [*words, "--accelerator_config", '{"use_configured_state": true}']
-        Watched.breaks = name in ("broken", "bad step")
-        try:
-            run.main(words)
-            outcome = seen(Watched.last)
-        except (FloatingPointError, ValueError) as error:  # which all processes meet
-            outcome = {"error": str(error)}
-            if dist.is_initialized() and mode in ("ddp", "fsdp2"):
-                dist.destroy_process_group()
-        Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(outcome))
+GLOO_MODES = ("ddp", "fsdp2")
+DEEPSPEED_MODES = ("zero2", "zero3")
+CONFIGURED_MODES = ("fsdp2", *DEEPSPEED_MODES)
+"""Modes in which accelerate takes the state that is set here."""
+
+RUNS_THAT_MEET_NAN = ("broken", "bad step")
 
 
-class Watched(NormAlignTrainer):
-    """Keeps its batches; where it `breaks`, the last process meets NaN in step 2.
+def main(mode: str, command_lines: dict[str, list[str]], output: str) -> None:
+    if mode in GLOO_MODES:
+        store = rendezvous_store()
+    for run_name, command_line in command_lines.items():
+        if mode in GLOO_MODES:
+            join_process_group(store, run_name)
+        if mode in CONFIGURED_MODES:
+            configure_state(mode)
+            use_state = ["--accelerator_config", '{"use_configured_state": true}']
+            command_line = [*command_line, *use_state]
+        WatchedTrainer.meets_nan = run_name in RUNS_THAT_MEET_NAN
+        outcome = outcome_of_run(mode, command_line)
+        rank = os.environ.get("RANK", 0)
+        outcome_path = Path(f"{output}.{run_name}.{rank}")
+        outcome_path.write_text(json.dumps(outcome))
+
+
+def rendezvous_store() -> dist.TCPStore:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=os.environ["RANK"] == "0",
+    )
+
+
+def join_process_group(store: dist.TCPStore, run_name: str) -> None:
+    """A run ends its process group; the next reads another store."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(run_name, store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def configure_state(mode: str) -> None:
+    if mode in DEEPSPEED_MODES:
+        PartialState(backend="gloo")
+        return
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True, backend="gloo")
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def outcome_of_run(mode: str, command_line: list[str]) -> dict:
+    """What was measured in a run, or the error that all processes meet."""
+    try:
+        run.main(command_line)
+        return measured(WatchedTrainer.newest)
+    except (FloatingPointError, ValueError) as error:
+        if dist.is_initialized() and mode in GLOO_MODES:
+            dist.destroy_process_group()
+        return {"error": str(error)}
+
+
+class WatchedTrainer(NormAlignTrainer):
+    """Keeps its batches; where it `meets_nan`, the last process meets NaN in step 2.
 
     Of the first step it keeps the gain's dtype and gradient, and this process' own part in float64.
     """
 
-    last: "Watched"
-    breaks = False
+    newest: "WatchedTrainer"
+    meets_nan = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches: list[tuple[int, bool, list]] = []
         self.gain: dict = {}
-        Watched.last = self
+        WatchedTrainer.newest = self
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        step = self.state.global_step
         has_images = "pixel_values" in inputs
-        ids = inputs["input_ids"].tolist()
-        self.batches.append((self.state.global_step, has_images, ids))
-        if self.state.global_step == 0:
+        input_ids = inputs["input_ids"].tolist()
+        self.batches.append((step, has_images, input_ids))
+        if step == 0:
             return self.first_step(model, inputs, num_items_in_batch)
-        if self.breaks and self.state.global_step == 1 and self.accelerator.is_last_process:
-            projector_norm(self.model).register_forward_hook(self.not_a_number, prepend=True)
+        if self.meets_nan and step == 1 and self.accelerator.is_last_process:
+            norm = projector_norm(self.model)
+            norm.register_forward_hook(self.nan_in_second_step, prepend=True)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def not_a_number(self, module, given, output):
-        return output * math.nan if self.state.global_step == 1 else output
+    def nan_in_second_step(self, module, inputs, output):
+        if self.state.global_step == 1:
+            return output * math.nan
+        return output
 
     def first_step(self, model, inputs, num_items_in_batch):
         norm = projector_norm(self.model)
-
-        def before(module, given):
-            self.gain["dtype"] = str(module.weight.dtype)
-
-        def watch(module, given, output):
-            x = given[0].detach().double().flatten(0, -2)
-            x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=module.eps)
-
-            def add(gradient):
-                part = (x * gradient.double().flatten(0, -2)).sum(0)
-                self.gain["own"] = self.gain.get("own", 0) + part
-
-            if output.requires_grad:  # not where a checkpointed layer or an evaluation runs it
-                output.register_hook(add)
-
-        hooks = norm.register_forward_pre_hook(before), norm.register_forward_hook(watch)
+        dtype_hook = norm.register_forward_pre_hook(self.keep_dtype)
+        gradient_hook = norm.register_forward_hook(self.add_own_gradient)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        for hook in hooks:
-            hook.remove()
-        if isinstance(gradient := norm.weight.grad, DTensor):
+        dtype_hook.remove()
+        gradient_hook.remove()
+
+        gradient = norm.weight.grad
+        self.gain["gradient"] = None
+        if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
-        self.gain["gradient"] = None if gradient is None else gradient.tolist()
+        if gradient is not None:
+            self.gain["gradient"] = gradient.tolist()
         return loss
 
+    def keep_dtype(self, module, inputs):
+        self.gain["dtype"] = str(module.weight.dtype)
 
-def seen(trainer: Watched) -> dict:
-    wrapped = trainer.model_wrapped
-    gain = trainer.gain
+    def add_own_gradient(self, module, inputs, output):
+        """The gain's gradient is the sum over tokens of normalized input times gradient."""
+        hidden_states = inputs[0].detach().double().flatten(0, -2)
+        normalized = torch.nn.functional.layer_norm(
+            hidden_states,
+            hidden_states.shape[-1:],
+            eps=module.eps,
+        )
+
+        def add(output_gradient):
+            gradients = normalized * output_gradient.double().flatten(0, -2)
+            self.gain["own"] = self.gain.get("own", 0) + gradients.sum(0)
+
+        if output.requires_grad:  # not where a checkpointed layer or an evaluation runs it
+            output.register_hook(add)
+
+
+def measured(trainer: WatchedTrainer) -> dict:
+    gain = {}
+    if "own" in trainer.gain:
+        gain = {**trainer.gain, "own": trainer.gain["own"].tolist()}
+    wrapper_name = type(trainer.model_wrapped).__name__
+    if isinstance(trainer.model_wrapped, FSDPModule):
+        wrapper_name = "FSDP2"
     return {
         "type": trainer.accelerator.distributed_type.value,
         "processes": trainer.accelerator.num_processes,
-        "wrapped": "FSDP2" if isinstance(wrapped, FSDPModule) else type(wrapped).__name__,
+        "wrapped": wrapper_name,
         "gain dtype": str(projector_norm(trainer.model).weight.dtype),
-        "gain": {**gain, "own": gain["own"].tolist()} if "own" in gain else {},
+        "gain": gain,
         "batches": trainer.batches,
         "logs": trainer.state.log_history,
     }
 
 
-if sys.argv[1].startswith("zero"):
+mode, runs_file, output = sys.argv[1:]
+if mode in DEEPSPEED_MODES:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # compiles no collectives of its own
-run.NormAlignTrainer = Watched
-main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
+run.NormAlignTrainer = WatchedTrainer
+main(mode, json.loads(Path(runs_file).read_text()), output)
 sys.stdout.flush()
 os._exit(0)  # threads of DeepSpeed sometimes abort the interpreter's end

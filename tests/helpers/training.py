@@ -203,3 +203,10 @@ def trainer(
         quantization_config=model_arguments.quantization,
         peft_config=get_peft_config(model_arguments),
     )
+
+
+def adapter(folder: Path, checkpoint: Path) -> None:
+    """Trains an adapter of a checkpoint for a step."""
+    run = trainer(folder, checkpoint, max_steps=1, use_peft=True)
+    run.train()
+    run.save_model()

@@ -1,7 +1,6 @@
 """The model card: filled only from the folder, valid on the Hub, kind to what people write."""
 
 import ast
-import json
 import re
 import shutil
 from collections import Counter
@@ -11,7 +10,17 @@ import card_folder
 import pytest
 import tiny
 import tiny_parts
-from card_folder import data, listed, rows, section, tokens
+from card_folder import (
+    data,
+    listed,
+    metadata_of,
+    read_report,
+    rows,
+    section,
+    table_of,
+    tokens,
+    warnings_of,
+)
 from diagnosed import diagnosed
 from huggingface_hub import ModelCard
 from PIL import Image
@@ -28,22 +37,6 @@ from normalign_llava.hub_cards.push.source import choose_files
 
 STALE = "The diagnosis was made of other weights"
 PINNED = Part("base model", "user/base", "user/base", "a" * 40)
-
-
-def metadata_of(folder):
-    return data(render_card(folder))
-
-
-def warnings_of(folder):
-    return " ".join(render_card(folder).warnings)
-
-
-def table_of(folder, title):
-    return rows(section(render_card(folder), title))
-
-
-def read_report(folder):
-    return json.loads((folder / "diagnostics" / "report.json").read_text())
 
 
 @pytest.fixture

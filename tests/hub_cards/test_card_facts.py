@@ -1,6 +1,5 @@
 """The model card, sentence by sentence: each follows from what the folder records."""
 
-import json
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -10,7 +9,7 @@ import pytest
 import stored
 import torch
 import yaml
-from card_folder import data, rows, section, tokens
+from card_folder import data, metadata_of, read_report, rows, section, table_of, tokens, warnings_of
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
@@ -26,22 +25,6 @@ HUB = "https://huggingface.co"
 
 def text_of(folder):
     return render_card(folder).text
-
-
-def metadata_of(folder):
-    return data(render_card(folder))
-
-
-def warnings_of(folder):
-    return " ".join(render_card(folder).warnings)
-
-
-def table_of(folder, title):
-    return rows(section(render_card(folder), title))
-
-
-def read_report(folder):
-    return json.loads((folder / "diagnostics" / "report.json").read_text())
 
 
 def change_report(folder, **changes):

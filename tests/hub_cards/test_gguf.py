@@ -10,7 +10,7 @@ from normalign_llava.hub_cards.push.publish import publish
 FILES = {
     "gguf/mmproj-kite.gguf": b"GGUF" * 2**19,
     "gguf/kite.gguf": b"GGUF" * 2**20,
-    "gguf/Modelfile": b"FROM ./kite.gguf\n",
+    "gguf/Modelfile": b"FROM ./kite.gguf\nFROM ./mmproj-kite.gguf\n",
     "other.gguf": b"GGUF",
 }
 
@@ -39,11 +39,40 @@ def test_a_card_lists_gguf_files_with_their_sizes_and_the_tag_of_the_hub(exporte
     assert f"- `gguf/mmproj-kite.gguf`, 2 MiB: {described}\n" in card.text
 
 
-def test_a_card_has_the_line_that_starts_llama_server(exported):
+def commands(folder, repo_id=None):
+    """The lines for llama.cpp and Ollama in a card."""
+    section = render_card(folder, repo_id=repo_id).text.split("With llama.cpp")[1]
+    return section.split("```bash\n")[1].split("\n```")[0].splitlines()
+
+
+def test_a_card_has_the_lines_that_start_llama_server_and_make_a_model_for_ollama(exported):
     (exported / "other.gguf").unlink()
-    card = ModelCard(render_card(exported).text)
-    command = "llama-server -m gguf/kite.gguf --mmproj gguf/mmproj-kite.gguf"
-    assert f"```bash\n{command}\n```" in card.text
+    assert commands(exported) == [
+        "llama-server -m gguf/kite.gguf --mmproj gguf/mmproj-kite.gguf",
+        f"ollama create {exported.name} -f gguf/Modelfile",
+    ]
+
+
+def test_a_card_on_the_hub_downloads_the_files_first(exported):
+    (exported / "other.gguf").unlink()
+    download, enter, *_, ollama = commands(exported, "ann/m")
+    files = "gguf/kite.gguf gguf/mmproj-kite.gguf gguf/Modelfile"
+    assert download == f"hf download ann/m {files} --local-dir m"
+    assert enter == "cd m"
+    assert ollama == "ollama create m -f gguf/Modelfile"
+
+
+@pytest.mark.parametrize("missing", ["Modelfile", "a file that it names"])
+def test_a_card_has_no_line_for_ollama_if_it_would_fail(exported, missing):
+    (exported / "other.gguf").unlink()
+    modelfile = exported / "gguf" / "Modelfile"
+    if missing == "Modelfile":
+        modelfile.unlink()
+    else:
+        modelfile.write_text("FROM ./kite.gguf\nFROM ./mmproj-other.gguf\n")
+    download, *_, last = commands(exported, "ann/m")
+    assert "Modelfile" not in download
+    assert last.startswith("llama-server")
 
 
 def test_a_card_without_gguf_files_has_no_tag(folder):

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from strict_device import STRICT, close, on_device
+from strict_device import STRICT, assert_close_on_device, on_device
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 
@@ -42,12 +42,12 @@ def test_forward_backward_and_generation(norm_options, images):
     model = model.to(STRICT)
     batch = on_device(batch)
     loss, gradients = train_step(model, batch)
-    close(loss, expected_loss)
+    assert_close_on_device(loss, expected_loss)
     assert gradients.keys() == expected_gradients.keys()
     for parameter_name, gradient in gradients.items():
         expected = expected_gradients[parameter_name]
-        close(gradient, expected, rtol=1e-4, atol=1e-5)
-    close(generate(model, batch), expected_answer)
+        assert_close_on_device(gradient, expected, rtol=1e-4, atol=1e-5)
+    assert_close_on_device(generate(model, batch), expected_answer)
 
 
 def test_a_llava_checkpoint_is_aligned_as_it_is_loaded(tmp_path):
@@ -56,4 +56,4 @@ def test_a_llava_checkpoint_is_aligned_as_it_is_loaded(tmp_path):
     text_norm = tiny.reference_n_text(model.get_input_embeddings().weight)
     gain = model.base_model.multi_modal_projector.norm.weight.detach()
     expected_gain = torch.full((tiny.WIDTH,), text_norm / tiny.WIDTH**0.5)
-    close(gain, expected_gain)
+    assert_close_on_device(gain, expected_gain)

@@ -6,7 +6,7 @@ import demo_parts
 import pytest
 import tiny
 import vlm_families
-from strict_device import STRICT, same
+from strict_device import STRICT, assert_same_report
 
 from normalign_llava import probe
 from normalign_llava.checkpoint.opening import check_processor
@@ -19,7 +19,7 @@ from normalign_llava.hub_cards.push.clean_process import difference, first_logit
 def assert_same_on_device(model, measure):
     expected = measure()
     model.to(STRICT)
-    same(measure(), expected)
+    assert_same_report(measure(), expected)
 
 
 @pytest.mark.parametrize("family", ["normalign_llava", "qwen3_vl", "ovis2"])

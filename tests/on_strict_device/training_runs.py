@@ -8,7 +8,7 @@ import torch
 import training
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.state import AcceleratorState
-from strict_device import STRICT, close, on_device, same
+from strict_device import STRICT, assert_close_on_device, assert_same_report, on_device
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -116,12 +116,12 @@ def test_training_steps_with_all_callbacks(make_trainer, options, only_answers):
         trainer.train()
         trainers[device] = trainer
 
-    same(logged_values(trainers["strict"]), logged_values(trainers["cpu"]))
-    same(probed_values(trainers["strict"]), probed_values(trainers["cpu"]))
+    assert_same_report(logged_values(trainers["strict"]), logged_values(trainers["cpu"]))
+    assert_same_report(probed_values(trainers["strict"]), probed_values(trainers["cpu"]))
     expected_weights = training.weights(trainers["cpu"].model)
     for parameter_name, parameter in trainers["strict"].model.named_parameters():
         expected = expected_weights[parameter_name]
-        close(parameter.detach(), expected, rtol=1e-4, atol=1e-6)
+        assert_close_on_device(parameter.detach(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_resumes_from_its_checkpoint(make_trainer):
@@ -163,9 +163,10 @@ def test_an_adapter_trained_there_is_merged(make_trainer, checkpoint, tmp_path):
     tolerance = {"rtol": 1e-4, "atol": 1e-4}
     with torch.no_grad():
         expected = adapted_model(**batch).logits.cpu()
-        close(merged_model(**batch).logits, expected, **tolerance)
+        assert_close_on_device(merged_model(**batch).logits, expected, **tolerance)
         adapted_model.merge_and_unload()
-        close(adapted_model.get_base_model()(**batch).logits, expected, **tolerance)
+        base_logits = adapted_model.get_base_model()(**batch).logits
+        assert_close_on_device(base_logits, expected, **tolerance)
 
 
 def test_a_batch_without_images_where_tower_and_decoder_are_on_two_devices(checkpoint):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole quickstart on the real parts, a few steps long: killed, started again, and scored."""
 
-import json
 import os
 import re
 import shlex
@@ -15,6 +14,7 @@ import pytest
 import stored
 import torch
 import training
+from json_files import read_json
 from paths import DOCS, HELPERS
 from PIL import Image
 from rich.console import Console
@@ -54,10 +54,6 @@ sys.path[:0] = {tests!r}
 from test_quickstart_run import SHORT, run_quickstart
 run_quickstart(Path({output!r}), SHORT)
 """
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 @dataclass

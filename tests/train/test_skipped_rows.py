@@ -15,8 +15,7 @@ from transformers import AutoProcessor
 
 from normalign_llava.data.rows.parse import BadRow, parse_row
 from normalign_llava.data.sources import table
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.keeping.skipped import SKIPPED_ROWS, SkippedRows
+from normalign_llava.train.collator import SKIPPED_ROWS, ConversationCollator, SkippedRows
 from normalign_llava.train.run import main
 
 

@@ -427,27 +427,20 @@ class MeasuredSteps:
         # As a run that is resumed had it.
         self.state = TrainerState(max_steps=max_steps, logging_steps=1)
 
+    def call(self, event) -> None:
+        event(self.settings, self.state, control=None, model=self.model)
+
     def begin(self) -> None:
-        self.measurements.on_train_begin(
-            self.settings,
-            self.state,
-            control=None,
-            model=self.model,
-        )
+        self.call(self.measurements.on_train_begin)
 
     def begin_step(self) -> None:
-        self.measurements.on_step_begin(self.settings, self.state, control=None)
+        self.call(self.measurements.on_step_begin)
 
     def clip(self, total_norm) -> None:
         self.measurements.after_clip(total_norm)
 
     def end_step(self) -> None:
-        self.measurements.on_pre_optimizer_step(
-            self.settings,
-            self.state,
-            control=None,
-            model=self.model,
-        )
+        self.call(self.measurements.on_pre_optimizer_step)
 
     def collect(self) -> dict:
         return self.measurements.collect()

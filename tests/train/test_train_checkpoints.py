@@ -16,7 +16,7 @@ import training
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping import checkpoints
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume
-from normalign_llava.train.keeping.disk import check_disk
+from normalign_llava.train.modules.sizes import check_disk
 from normalign_llava.train.run import main
 
 
@@ -257,7 +257,7 @@ def test_after_a_full_disk_a_run_of_more_processes_starts_again(fourth):
 FULL_DISK = """
 import json, os, resource, sys
 from transformers import TrainerCallback
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import train
 
 stdout = os.dup(1)

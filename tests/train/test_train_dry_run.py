@@ -21,13 +21,18 @@ from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.train import run
 from normalign_llava.train.keeping.summary import modules
-from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
+from normalign_llava.train.memory import (
+    CONTEXT,
+    MemoryEstimate,
+    _take_as_trained,
+    largest_batch,
+    peak_bytes,
+)
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.modules.sharding import sharding
 from normalign_llava.train.modules.sizes import static_bytes
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer, remedy
-from normalign_llava.train.shapes import _take_as_trained, peak_bytes
 
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.nn import Linear, ModuleDict, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.callbacks.finite import weights_not_finite
+from normalign_llava.train.callbacks.checks import weights_not_finite
 from normalign_llava.train.keeping.checkpoints import missing_from
 from normalign_llava.train.modules.model import projector_norm
 

@@ -22,8 +22,7 @@ from trl import SFTConfig
 from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.checkpoint import precision
 from normalign_llava.train.modules.load import frozen_dtype
-from normalign_llava.train.options import WITHOUT_WARMUP, ModelArguments, NormAlignConfig
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import WITHOUT_WARMUP, ModelArguments, NormAlignConfig, parse
 from normalign_llava.train.prepare import GivenModel, accumulation_steps, check_options, open_model
 from normalign_llava.train.settings import RunConfig, best_metric, complete
 
@@ -235,7 +234,7 @@ def test_an_option_that_is_set_later_is_a_given_one(tmp_path):
 def test_the_options_of_a_run_may_be_given_to_another_one(tmp_path, make_copy):
     given = as_given(tmp_path, stage="tune", global_batch_size=8, weight_decay=0.1)
     settings = make_copy(complete(given)[0])
-    settings.settle(gradient_accumulation_steps=4)  # which follows
+    settings.set_derived(gradient_accumulation_steps=4)  # which follows
     assert as_text(settings.to_give()) == as_text(given)
 
     changed = dataclasses.replace(settings, seed=7, global_batch_size=16)
@@ -267,7 +266,7 @@ def test_what_follows_in_the_options_of_a_run_follows_anew_in_a_copy(
 ):
     processor(0.3)  # fast in bfloat16
     settings = config(tmp_path, **given)
-    settings.settle(gradient_accumulation_steps=4)
+    settings.set_derived(gradient_accumulation_steps=4)
     replaced = dataclasses.replace(make_copy(settings), **changes)
     expected = config(tmp_path, **{**given, **changes})
     assert as_text(replaced) == as_text(expected)

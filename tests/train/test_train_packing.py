@@ -17,7 +17,7 @@ from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train import collator, samplers
-from normalign_llava.train.callbacks.packed_attention import PackedAttentionCheck
+from normalign_llava.train.callbacks.checks import PackedAttentionCheck
 from normalign_llava.train.prepare import accumulation_steps
 
 

@@ -801,7 +801,7 @@ def test_options_of_a_trainer_are_its_own_copy(tmp_path, planned):
     trainer_config = plan.trainer_config()
     trainer_config.accelerator_config.dispatch_batches = True
     trainer_config.seed = 7
-    trainer_config.settle(max_steps=9)
+    trainer_config.set_derived(max_steps=9)
     assert values_of(plan.settings) == before
 
 

@@ -40,7 +40,7 @@ MODEL_FILES = {
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
 PYTHON = """
 import sys
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer
 
 trainer, _ = make_trainer(*parse(sys.argv[1:]))

@@ -36,7 +36,7 @@ from normalign_llava.train.command import (
     recipe_file,
     without_overruled,
 )
-from normalign_llava.train.parsing import number, parse, truth, whole_number
+from normalign_llava.train.options import number, parse, truth, whole_number
 from normalign_llava.train.prepare import accumulation_steps
 
 

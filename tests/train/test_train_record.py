@@ -22,9 +22,10 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
-from normalign_llava.train.keeping import disk, record, summary
-from normalign_llava.train.keeping.same_run import check_resumed
-from normalign_llava.train.loading import LoadedModel
+from normalign_llava.train.keeping import record, summary
+from normalign_llava.train.keeping.record import check_resumed
+from normalign_llava.train.modules import sizes
+from normalign_llava.train.modules.load import LoadedModel
 from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
 from normalign_llava.train.settings import Precision
 
@@ -418,7 +419,7 @@ def disk_use(trainer, tmp_path):
     def count(**options) -> dict:
         settings = training.settings(tmp_path, max_steps=100, **options)
         Accelerator(cpu=True)  # the options have made accelerate forget its state
-        return disk.disk_use(trainer.model, settings, 100, [])
+        return sizes.disk_use(trainer.model, settings, 100, [])
 
     return count
 
@@ -512,7 +513,7 @@ def test_a_checkpoint_has_the_states_of_all_processes(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 trained_count += parameter.numel()
-        return disk.disk_use(model, settings, 20, [])["checkpoint"] / trained_count
+        return sizes.disk_use(model, settings, 20, [])["checkpoint"] / trained_count
 
     lora_config = LoraConfig(r=2, target_modules=LANGUAGE)
     adapted_model = get_peft_model(tiny.model(), lora_config)

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.command import REFUSED
 from normalign_llava.train.keeping.checkpoints import missing_from, resolve_resume
-from normalign_llava.train.keeping.same_run import FREE, OF_ACCELERATOR
+from normalign_llava.train.keeping.record import FREE, OF_ACCELERATOR
 from normalign_llava.train.options import ModelArguments, NormAlignConfig
 
 
@@ -137,7 +137,7 @@ def settable_options() -> set[str]:
 def test_of_every_option_it_is_decided_whether_it_changes_steps():
     assert not FREE & COMPARED
     undecided = settable_options() - FREE - COMPARED
-    assert not undecided, "put each into FREE of train/keeping/same_run.py or into COMPARED"
+    assert not undecided, "put each into FREE of train/keeping/record.py or into COMPARED"
     assert settable_options() == FREE | COMPARED
 
 

@@ -18,6 +18,7 @@ import torch
 import train_data
 import training
 from accelerate import Accelerator
+from json_files import read_json
 from paths import HELPERS
 from typer.testing import CliRunner
 
@@ -25,7 +26,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.cli import app
 from normalign_llava.data.sources import streams, table
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import main
 from normalign_llava.train.settings import complete
 
@@ -49,10 +50,6 @@ STREAM = {
     "dataset_name": None,
 }
 INTERRUPT = pytest.param(signal.SIGINT, marks=pytest.mark.nightly)
-
-
-def read_json(json_path: Path) -> dict:
-    return json.loads(json_path.read_text())
 
 
 def write_recipe(folder: Path, parts: Path, **options) -> str:
@@ -195,7 +192,7 @@ for name in list(sys.modules):  # the process has them from the beginning
         del sys.modules[name]
 import normalign_llava.cli
 from transformers import TrainerCallback
-from normalign_llava.train.parsing import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import train
 
 class Imported(TrainerCallback):
@@ -220,7 +217,7 @@ def test_a_run_imports_what_it_uses(prepared, tmp_path, parts):
     layers_above = ("hub_cards", "evaluation", "diagnose")
     imported_from_above = {name for name in modules if name.startswith(layers_above)}
     assert imported_from_above == {"diagnose.measure.families"}
-    assert len(modules) <= 67, sorted(modules)
+    assert len(modules) <= 54, sorted(modules)
 
 
 def test_a_checkpoint_of_the_hub_is_asked_for_once_at_its_commit(hub, prepared, tmp_path, parts):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from normalign_llava.train.memory import _Ledger, _positions, _Shape
 from normalign_llava.train.modules.sizes import ACTIVATIONS, COPIES, GRADIENTS
-from normalign_llava.train.shapes import _Ledger, _positions, _Shape
 
 
 MASK = [True, False, True, True]

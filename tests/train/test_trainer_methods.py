@@ -14,6 +14,7 @@ import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
+from json_files import read_json
 from matplotlib.figure import Figure
 from peft import LoraConfig
 from PIL import Image
@@ -24,15 +25,11 @@ from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.hub_cards.card import write
 from normalign_llava.train import trainer as trainer_module
-from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
+from normalign_llava.train.callbacks.progress import PAUSE, LossCurve, draw_losses, loss_curves
 from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
-
-
-def read_json(json_path: Path) -> dict:
-    return json.loads(json_path.read_text())
 
 
 def first_batch(trainer) -> dict:

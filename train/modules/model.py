@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.weights import module_of_file
+from ...checkpoint.weights import module_of_tensor
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
@@ -70,8 +70,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def frozen_modules(model: nn.Module) -> set[str]:
     """Returns the modules without a trained parameter, as their files of weights are called."""
-    modules = {module_of_file(parameter_name) for parameter_name, _ in model.named_parameters()}
-    trained = {module_of_file(parameter_name) for parameter_name in trained_parameters(model)}
+    modules = {module_of_tensor(parameter_name) for parameter_name, _ in model.named_parameters()}
+    trained = {module_of_tensor(parameter_name) for parameter_name in trained_parameters(model)}
     return modules - trained
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ...diagnose.measure.families import in_evaluation_mode
 from .model import base_model, module_of, trained_parameters
 
 
@@ -62,11 +63,5 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
         devices.append(torch.cuda.current_device())
     half_precision = torch.bfloat16 if args.bf16 else torch.float16
     autocast = torch.autocast(args.device.type, half_precision, enabled=args.bf16 or args.fp16)
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.random.fork_rng(devices), autocast, torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with in_evaluation_mode(model), torch.random.fork_rng(devices), autocast:
+        yield
