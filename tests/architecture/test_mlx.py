@@ -51,13 +51,17 @@ print(json.dumps(answers))
 """
 
 
-def make_model(folder, vision, text_class, tied, options):
+ROTARY = {"rope_type": "default", "rope_theta": 500.0}
+SCALED_ROTARY = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+
+
+def make_model(folder, vision, text_class, tied, options, rotary=ROTARY):
     """A checkpoint in which earlier text matters. `options` are of `build_checkpoint`."""
     language = parts.language(
         folder / "language",
         tied=tied,
         cls=text_class,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        rope_parameters=rotary,
     )
     encoder = parts.vision(folder / "vision", vision)
     build_checkpoint(encoder, language, folder / "built", **options)
@@ -122,3 +126,18 @@ def test_mlx_answers_as_transformers(tmp_path, vision, text_class, tied, options
     printed = run_in_mlx(tmp_path, "-m", *words)
     expected, *_ = generate(tmp_path / "model", "What is it?", images["one.png"])
     assert expected in printed.stdout, printed.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("vision", "rotary", "message"),
+    [
+        ("dinov2", ROTARY, "Unsupported model type: dinov2"),
+        ("clip", SCALED_ROTARY, "MLX-VLM's LLaVA lacks these rotary angles"),
+    ],
+)
+def test_mlx_refuses_what_its_llava_lacks(tmp_path, vision, rotary, message):
+    make_model(tmp_path, vision, LlamaConfig, False, {}, rotary)
+    name_model_file(tmp_path / "model")
+    process = run_in_mlx(tmp_path, "-c", ASK)
+    assert process.returncode != 0
+    assert message in process.stderr
