@@ -15,7 +15,13 @@ from inspect import signature
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    __version__,
+)
 from transformers.integrations import deepspeed_config, is_deepspeed_zero3_enabled
 from transformers.models.auto import AutoModelForMultimodalLM
 from transformers.models.llava import modeling_llava as llava
@@ -345,7 +351,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         returns_report = kwargs.pop("output_loading_info", False)
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         if path and not returns_report:
-            cls._check_complete(path, report["missing_keys"])
+            cls._check_complete(path, report, model.config)
         if any(_is_of_norm(key) for key in (*report["missing_keys"], *report["unexpected_keys"])):
             # Trainers would load the reference by this name, and PEFT the base.
             model.name_or_path = ""
@@ -362,14 +368,19 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return (model, report) if returns_report else model
 
     @classmethod
-    def _check_complete(cls, path, missing_keys: Iterable[str]) -> None:
+    def _check_complete(cls, path, report: Mapping, config: PreTrainedConfig) -> None:
         """Raises ValueError if tensors are missing, other than the norm's."""
-        missing = sorted(key for key in missing_keys if not _is_of_norm(key))
-        if missing:
-            raise ValueError(
-                f"{path} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing)}. "
-                "Load a complete checkpoint, or the class that was saved."
-            )
+        missing = sorted(key for key in report["missing_keys"] if not _is_of_norm(key))
+        if not missing:
+            return
+        remedy = "Load a complete checkpoint, or the class that was saved."
+        renamed = [key for key in report["unexpected_keys"] if not _is_of_norm(key)]
+        if renamed and saved_by_another_version(config):
+            remedy = saved_by_another_version(config)
+        raise ValueError(
+            f"{path} lacks {len(missing)} tensors of {cls.__name__}. {remedy} "
+            f"The tensors: {', '.join(missing)}."
+        )
 
     def enable_input_require_grads(self):
         # transformers hooks both parts' embeddings; a frozen tower would compute useless gradients.
@@ -408,6 +419,20 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             text_config.tie_word_embeddings = is_tied
         kwargs.setdefault("save_original_format", False)  # True: the older names of a loaded LLaVA
         return super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)
+
+
+def saved_by_another_version(config: PreTrainedConfig) -> str:
+    """Returns what to do if another version of transformers saved a model, else an empty text.
+
+    Versions of transformers have different names for the same tensors, such as DINOv2's.
+    """
+    saved_version = config.transformers_version
+    if saved_version in (None, __version__):
+        return ""
+    return (
+        f"transformers {saved_version} saved it and may name tensors differently than "
+        f"{__version__}, the installed version: run `pip install transformers=={saved_version}`."
+    )
 
 
 def stored_tensors(

@@ -30,7 +30,10 @@ from transformers.utils import logging
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..modeling_normalign_llava import (
+    NormAlignLlavaForConditionalGeneration,
+    saved_by_another_version,
+)
 from .files import CARD, json_or_none, require_checkpoint
 from .prompts import fix_date, stop_as_trained
 from .untrusted import AGAIN, check_files, fetch_checked_weights, fetch_files, refuse_unreadable
@@ -166,7 +169,7 @@ class Checkpoint:
                 model, loading_info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
-        self._check_tensors(cls.__name__, loading_info, is_part=config is not None)
+        self._check_tensors(model, loading_info, is_part=config is not None)
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
             # The generation_config.json of older checkpoints has only the language model's own stop
             # tokens. Without a processor here, whoever loads the model has one.
@@ -174,11 +177,12 @@ class Checkpoint:
                 stop_as_trained(model, self.processor)
         return model
 
-    def _check_tensors(self, class_name: str, loading_info: dict, is_part: bool) -> None:
+    def _check_tensors(self, model: PreTrainedModel, loading_info: dict, is_part: bool) -> None:
         """Raises ValueError if tensors are missing.
 
         Warns of tensors that are not read, unless the model is only a part of the checkpoint.
         """
+        class_name = type(model).__name__
         unexpected_names = _unless_optional(loading_info["unexpected_keys"])
         if unexpected_names and not is_part:
             logger.warning(
@@ -187,9 +191,12 @@ class Checkpoint:
             )
         missing_names = _unless_optional(loading_info["missing_keys"])
         if missing_names:
+            remedy = ""
+            if unexpected_names:
+                remedy = saved_by_another_version(model.config)
             raise ValueError(
                 f"{self.name} lacks {len(missing_names)} tensors of {class_name}: "
-                f"{', '.join(missing_names[:10])}."
+                f"{', '.join(missing_names[:10])}. {remedy}".rstrip()
             )
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:

@@ -101,6 +101,8 @@ def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     is_ours = model_type == NormAlignLlavaConfig.model_type or adapter_config
     if not is_ours:  # other models may name their code, but it is not run
         return
+    if "model_file" in settings.get("config.json", {}):
+        yield "model_file in config.json"  # MLX-VLM runs this file, without asking
     # config.json names the model's code. Processor and generation are transformers' own.
     for file_name in sorted(settings.keys() - {"config.json"}):
         if "auto_map" in dict(_nested_items(settings[file_name])):

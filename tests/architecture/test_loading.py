@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint.opening import open_checkpoint
 
 
 NORM = "model.multi_modal_projector.norm"
@@ -130,6 +131,60 @@ def test_missing_tensors_are_an_error_that_lists_them(
     assert f"lacks {len(lost_names)} tensors" in message
     for lost_name in lost_names:
         assert lost_name.removeprefix("model.") in message
+
+
+def save_with_other_names(folder, saved_version):
+    """Saves a model with a DINOv2 as another version of transformers would name its tensors."""
+    vision = parts.vision(folder / "vision", "dinov2")
+    language = parts.language(folder / "language", tied=False)
+    build_checkpoint(vision, language, folder / "model")
+    for checkpoint_file in (folder / "model").glob("*.safetensors"):
+        renamed_tensors = {}
+        for tensor_name, tensor in load_file(checkpoint_file).items():
+            other_name = tensor_name.replace(".attention.q_proj.", ".attention.to_q.")
+            renamed_tensors[other_name] = tensor
+        save_file(renamed_tensors, checkpoint_file, metadata={"format": "pt"})
+    for index_file in (folder / "model").glob("*.index.json"):
+        index = index_file.read_text()
+        index_file.write_text(index.replace(".attention.q_proj.", ".attention.to_q."))
+    config = read_config(folder / "model")
+    config["transformers_version"] = saved_version
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return folder / "model"
+
+
+def open_with_auto_class(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder)
+
+
+def open_as_commands_do(folder):
+    return open_checkpoint(str(folder)).load()
+
+
+@pytest.mark.parametrize("open_model", [open_with_auto_class, open_as_commands_do])
+def test_tensors_named_by_another_version_are_an_error_with_both_versions(tmp_path, open_model):
+    folder = save_with_other_names(tmp_path, "5.99.0")
+    with pytest.raises(ValueError) as error:
+        open_model(folder)
+    message = str(error.value)
+    assert "lacks 6 tensors" in message  # weight and bias in three layers
+    assert "vision_tower.encoder.layer.0.attention.q_proj.bias" in message
+    assert (
+        "transformers 5.99.0 saved it and may name tensors differently than "
+        f"{transformers.__version__}, the installed version: "
+        "run `pip install transformers==5.99.0`."
+    ) in message
+
+
+def test_only_other_names_in_another_version_are_laid_to_the_version(tmp_path):
+    folder = save_with_other_names(tmp_path / "same_version", transformers.__version__)
+    with pytest.raises(ValueError, match="Load a complete checkpoint"):
+        open_with_auto_class(folder)
+
+    folder = save_with_other_names(tmp_path / "lost", "5.99.0")
+    remove_tensors(folder, lambda tensor_name: ".attention.to_q." in tensor_name)
+    with pytest.raises(ValueError, match="Load a complete checkpoint"):
+        open_with_auto_class(folder)
 
 
 def test_a_model_of_no_folder_begins_with_weights_of_its_own():

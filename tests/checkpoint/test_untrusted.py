@@ -581,6 +581,12 @@ def test_other_files_of_our_models_may_not_name_code(tmp_path, file_stem, conten
         check_files(tmp_path)
 
 
+def test_our_models_may_not_name_code_for_mlx(tmp_path):
+    write_files(tmp_path, config={**OUR_CONFIG, "model_file": "mlx_model.py"})
+    with pytest.raises(ValueError, match="custom code: model_file in config.json. None"):
+        check_files(tmp_path)
+
+
 def test_an_adapter_has_no_configuration_of_a_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert check_files(tmp_path) == {}
