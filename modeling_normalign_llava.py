@@ -317,10 +317,15 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return n_text
 
     def _init_weights(self, module: nn.Module):
+        """Initializes a module. The norm gets its gain from the text embeddings, and bias 0.
+
+        Raises ValueError if the embeddings' norm cannot be measured.
+        """
         if not isinstance(module, _CompensatedNorm):
             super()._init_weights(module)
         elif not module.weight.is_meta:
-            # transformers guards what is called here: what was loaded keeps its values.
+            # Embeddings and norm that were loaded keep their values: transformers marks them, and
+            # its functions of initialization do not change marked tensors.
             self.base_model.language_model._initialize_weights(self.get_input_embeddings())
             n_text = self.measure_text_embedding_norm()
             self.config.text_embedding_norm = n_text
@@ -373,10 +378,11 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         missing = sorted(key for key in report["missing_keys"] if not _is_of_norm(key))
         if not missing:
             return
-        remedy = "Load a complete checkpoint, or the class that was saved."
-        renamed = [key for key in report["unexpected_keys"] if not _is_of_norm(key)]
-        if renamed and saved_by_another_version(config):
-            remedy = saved_by_another_version(config)
+        remedy = ""
+        unexpected = [key for key in report["unexpected_keys"] if not _is_of_norm(key)]
+        if unexpected:  # the missing ones may have these names now
+            remedy = remedy_for_renamed_tensors(config)
+        remedy = remedy or "Load a complete checkpoint, or the class that was saved."
         raise ValueError(
             f"{path} lacks {len(missing)} tensors of {cls.__name__}. {remedy} "
             f"The tensors: {', '.join(missing)}."
@@ -421,7 +427,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)
 
 
-def saved_by_another_version(config: PreTrainedConfig) -> str:
+def remedy_for_renamed_tensors(config: PreTrainedConfig) -> str:
     """Returns what to do if another version of transformers saved a model, else an empty text.
 
     Versions of transformers have different names for the same tensors, such as DINOv2's.

@@ -32,15 +32,15 @@ from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
 from .encoder import TokenLayout, load_encoder, require_vision_config, token_layout
-from .generation import accepted_generation, flags_of, in_words
-from .image_processing import fix_size, plain_image_processor
+from .generation import flags_of, generation_for_checkpoint, in_words
+from .image_processing import make_size_constant, plain_image_processor
 from .parts import (
     add_image_token,
     assemble,
     check_language_model,
-    hide_ends,
     load_language_model,
     logits_of_fixed_text,
+    make_ends_special,
     set_chat_template,
 )
 from .processing import ARMS, check_feature_layer, make_processor
@@ -64,7 +64,7 @@ class BuildReport(Printed):
         licenses: Licences of `"vision"` and `"language"`, see [`fetch_licence`].
         from_llava: Whether the norm was added to a LLaVA checkpoint, so that both parts are it.
         prompt_date: The date in prompts if the chat template asks for today's, and None otherwise.
-        generation: What `generation_config.json` says, see [`accepted_generation`].
+        generation: What `generation_config.json` says, see [`generation_for_checkpoint`].
         generation_left_out: Flags of the language model's that are not copied.
         notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
@@ -194,7 +194,7 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
         )
         model = assemble(config, tower, language_model, logits)
         built = _Built(model, processor, layout, vision_part, language_part, options.arm, has_marks)
-        return _finish(built, folder, options.output)
+        return _align_norm_and_save(built, folder, options.output)
 
 
 def retrofit_checkpoint(
@@ -227,21 +227,30 @@ def retrofit_checkpoint(
         require_vision_config(opened)
         stock = opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
-        hide_ends(stock.tokenizer)
+        make_ends_special(stock.tokenizer)
         opened.check_image_token(stock)
         with refuse_unreadable(f"The image processor of {llava}"):
-            pixel_size = fix_size(stock.image_processor)
+            pixel_size = make_size_constant(stock.image_processor)
         model = opened.load(dtype=loaded_dtype, **norm_settings)
         tower = model.model.vision_tower
         layout = token_layout(tower, pixel_size, model.config.vision_feature_layer, llava)
         strategy = layout.strategy(model.config.vision_feature_select_strategy)
-        processor = make_processor(stock.image_processor, stock.tokenizer, layout, strategy, 1)
-        for setting in norm_settings:  # transformers puts them into both configurations
+        processor = make_processor(
+            stock.image_processor, stock.tokenizer, layout, strategy, tokens_left_out=1
+        )
+        for setting in norm_settings:  # transformers has put them into this configuration too
             vars(model.generation_config).pop(setting, None)
         has_marks = has_generation_marks(stock.chat_template or "")
-        return _finish(
-            _Built(model, processor, layout, opened, opened, arm, has_marks), folder, output
+        built = _Built(
+            model=model,
+            processor=processor,
+            layout=layout,
+            vision=opened,
+            language=opened,
+            arm=arm,
+            has_marks=has_marks,
         )
+        return _align_norm_and_save(built, folder, output)
 
 
 def _image_processor(vision: Checkpoint) -> tuple[BaseImageProcessor, tuple[int, int]]:
@@ -249,7 +258,7 @@ def _image_processor(vision: Checkpoint) -> tuple[BaseImageProcessor, tuple[int,
     image_processor = vision.preprocessor(AutoImageProcessor)
     with refuse_unreadable(f"The image processor of {vision.name}"):
         image_processor = plain_image_processor(image_processor)
-        return image_processor, fix_size(image_processor)
+        return image_processor, make_size_constant(image_processor)
 
 
 def _check_arm(arm: str, norm: str) -> dict[str, str]:
@@ -278,7 +287,7 @@ class _Built:
     has_marks: bool
 
 
-def _finish(built: _Built, folder: Path, output: str | os.PathLike) -> BuildReport:
+def _align_norm_and_save(built: _Built, folder: Path, output: str | os.PathLike) -> BuildReport:
     """Aligns the norm, sets how answers are generated, and writes the checkpoint into a folder."""
     model = built.model
     _warn_of_chat_template(built)
@@ -322,7 +331,7 @@ def _warn_of_chat_template(built: _Built) -> None:
 def _set_generation(built: _Built) -> dict[str, Any]:
     """Sets the model's generation configuration. Returns the language model's flags left out."""
     model = built.model
-    model.generation_config, left_out = accepted_generation(model.generation_config)
+    model.generation_config, left_out = generation_for_checkpoint(model.generation_config)
     stop_as_trained(model, built.processor)
     # Prompt lookup would repeat the prompt's image token without features for it.
     suppressed = model.generation_config.suppress_tokens or []

@@ -40,7 +40,9 @@ answer would no longer be what training made the likeliest.
 _ABOUT_THE_FILE = {"transformers_version", "_from_model_config", "_commit_hash"}
 
 
-def accepted_generation(generation: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
+def generation_for_checkpoint(
+    generation: GenerationConfig,
+) -> tuple[GenerationConfig, dict[str, Any]]:
     """Divides a language model's generation configuration: what a checkpoint gets, and the rest.
 
     Flags that are not [`COPIED`] are left out. So are flags without effect, such as a temperature

@@ -56,7 +56,7 @@ def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProce
     return plain
 
 
-def fix_size(image_processor: BaseImageProcessor) -> tuple[int, int]:
+def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
     """Returns height and width of all images that an image processor makes.
 
     They become its `crop_size` unless it crops, since serving engines compute the number of image

@@ -85,11 +85,11 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
         image_token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
         tokenizer.add_tokens(image_token, special_tokens=True)
     tokenizer.chat_template = template
-    hide_ends(tokenizer)
+    make_ends_special(tokenizer)
     return has_marks
 
 
-def hide_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+def make_ends_special(tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes the tokens that end an answer special. Decoding then leaves them out of the answer."""
     for token_id in answer_ends(tokenizer):
         end_token = tokenizer.added_tokens_decoder[token_id]

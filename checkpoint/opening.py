@@ -32,7 +32,7 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import (
     NormAlignLlavaForConditionalGeneration,
-    saved_by_another_version,
+    remedy_for_renamed_tensors,
 )
 from .files import CARD, json_or_none, require_checkpoint
 from .prompts import fix_date, stop_as_trained
@@ -193,7 +193,7 @@ class Checkpoint:
         if missing_names:
             remedy = ""
             if unexpected_names:
-                remedy = saved_by_another_version(model.config)
+                remedy = remedy_for_renamed_tensors(model.config)
             raise ValueError(
                 f"{self.name} lacks {len(missing_names)} tensors of {class_name}: "
                 f"{', '.join(missing_names[:10])}. {remedy}".rstrip()

@@ -249,8 +249,8 @@ def _seconds() -> dict[str, float]:
     seconds: dict[str, float] = {}
     for _ in range(5):  # in turn, since what else the machine does may change
         for dtype_name, dtype in {"float32": torch.float32, **HALVES}.items():
-            features = torch.randn(1024, 576, dtype=dtype)
-            weight = torch.randn(1536, 576, dtype=dtype)
+            features = torch.ones(1024, 576, dtype=dtype)  # a user's random numbers stay
+            weight = torch.ones(1536, 576, dtype=dtype)
             duration = timeit.timeit(partial(F.linear, features, weight), number=1)
             seconds[dtype_name] = min(duration, seconds.get(dtype_name, duration))
     return seconds

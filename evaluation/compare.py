@@ -165,7 +165,7 @@ def compare_models(models: Sequence[ModelScores], confidence: float = CONFIDENCE
         ValueError: A name or a folder comes twice, no task is common to all, or a task asked the
             models different questions.
     """
-    _check_distinct(models)
+    _require_several_models(models)
     first, *others = models
     differences = []
     for task in _require_common_tasks(models):
@@ -193,7 +193,7 @@ def _runs(models: Sequence[ModelScores]) -> list[dict[str, Scores]]:
     return [run for model in models for run in model.runs]
 
 
-def _check_distinct(models: Sequence[ModelScores]) -> None:
+def _require_several_models(models: Sequence[ModelScores]) -> None:
     """Raises ValueError if there is only one model, or a name or a folder comes twice."""
     names = [model.name for model in models]
     folders = [folder for model in models for folder in model.folders]

@@ -192,7 +192,7 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
     for _ in range(rows):
         if generator.random() < emoji_share:
             questions = generator.sample(drawings, 2)  # two are about as long as a row of easy-VQA
-            shown_images = [placed(drawing.image, generator) for drawing in questions]
+            shown_images = [placed_at_random(drawing.image, generator) for drawing in questions]
         else:
             kinds = by_image[generator.choice(images)]
             yes_or_no = generator.choice(kinds["yes/no"])
@@ -213,7 +213,7 @@ def held_out(per_kind: int, seed: int = 0) -> list[Question]:
     return chosen + emoji("test")
 
 
-def placed(drawing: Path, rng: random.Random) -> PILImage.Image:
+def placed_at_random(drawing: Path, rng: random.Random) -> PILImage.Image:
     """Returns a drawing on white, at a random place and 65 to 100 % of its size, maybe mirrored."""
     drawing_image = load_image(drawing)
     if rng.random() < 0.5:

@@ -39,7 +39,7 @@ from .modules.sizes import (
     COPIES,
     GRADIENTS,
     MEMORY_PARTS,
-    memory_shares,
+    memory_factors,
     static_bytes,
 )
 from .samplers import train_sampler
@@ -161,7 +161,7 @@ def estimate_memory(
         raise ValueError(f"A step's memory cannot be estimated for this model: {error}") from error
     static = static_bytes(trainer.model, settings, trainer.optimizer_cls_and_kwargs)
     bytes_by_part += Counter(static | {GRADIENTS: 0})  # gradients at the peak are already counted
-    bytes_by_part[GRADIENTS] = int(bytes_by_part[GRADIENTS] * memory_shares(settings)[GRADIENTS])
+    bytes_by_part[GRADIENTS] = int(bytes_by_part[GRADIENTS] * memory_factors(settings)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     bytes_by_part[BATCHES] = passes * sum(value.nbytes for value in batch.values())
     input_ids = batch["input_ids"]

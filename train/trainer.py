@@ -518,15 +518,15 @@ class NormAlignTrainer(SFTTrainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-            losses, with_labels, others = reduce(self._evaluated, "sum").tolist()
+            losses, rows_with_labels, other_rows = reduce(self._evaluated, "sum").tolist()
         finally:
             self._evaluated = None
         loss_name = f"{metric_key_prefix}_loss"
-        if not others or loss_name not in output.metrics:
+        if not other_rows or loss_name not in output.metrics:
             return output
         output.metrics[loss_name] = float("nan")
-        if with_labels:
-            output.metrics[loss_name] = losses / with_labels
+        if rows_with_labels:
+            output.metrics[loss_name] = losses / rows_with_labels
         # For a batch without labels TRL has kept zeros. They are left out of the averages.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)

@@ -179,7 +179,7 @@ def read_row_with_proposal(raw: Any) -> Row:
     try:
         return read_row(raw)
     except UnknownForm as error:
-        raise ValueError(f"{error}{proposal(raw)}") from None
+        raise ValueError(f"{error}{columns_proposal(raw)}") from None
 
 
 def read_row(raw: Any) -> Row:
@@ -460,7 +460,7 @@ def markers(messages: list[Message]) -> Iterator[str]:
                     yield match[0]
 
 
-def proposal(raw: Any) -> str:
+def columns_proposal(raw: Any) -> str:
     """Returns the end of an error: the option `--columns` that makes a row readable, if any."""
     if not isinstance(raw, Mapping):
         return ""

@@ -23,7 +23,7 @@ from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ...console import printable
-from .forms import MARKER, filled_columns, markers, proposal, read_row_with_proposal
+from .forms import MARKER, columns_proposal, filled_columns, markers, read_row_with_proposal
 from .images import ImageRules
 from .turns import Message, Row, text_part
 
@@ -131,7 +131,7 @@ def parse_row(
     """
     row = read_row_with_proposal(raw)
     if row.form == "text" and isinstance(raw.get("label"), str):
-        remedy = proposal(raw)
+        remedy = columns_proposal(raw)
         if remedy:
             as_caption = "a caption with --columns caption=text"
             raise ValueError(f"label may be the answer{remedy}; {as_caption}")
@@ -169,7 +169,7 @@ def _check_turns(row: Row, raw: Mapping) -> None:
         problem = "it has no assistant turn"
         if column_names == "image":
             problem += "; add a metadata.csv with file_name, question and answer"
-        raise ValueError(f"{problem}; its columns are {column_names}{proposal(raw)}")
+        raise ValueError(f"{problem}; its columns are {column_names}{columns_proposal(raw)}")
     first_turn = 1 if roles[0] == "system" else 0
     expected_roles = cycle(("user", "assistant"))
     for turn_number in range(first_turn, len(roles)):

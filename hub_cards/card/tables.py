@@ -91,9 +91,9 @@ def _training_cells(stage: dict[str, Any]) -> dict[str, str | None]:
     held_out_data = []
     for source in stage.get("data", ()):
         if source.get("split") == "train":
-            training_data.append(_rows_used(source))
+            training_data.append(_describe_rows(source))
         else:
-            held_out_data.append(_rows_used(source))
+            held_out_data.append(_describe_rows(source))
     rows_a_step = None
     if run_record.get("batch"):
         template = "{rows:,} ({per_device} × {processes} × {accumulation})"
@@ -130,7 +130,7 @@ def _hardware(hardware: dict[str, Any]) -> str:
     return ", ".join(filter(None, machine))
 
 
-def _rows_used(source: dict[str, Any]) -> str:
+def _describe_rows(source: dict[str, Any]) -> str:
     """Returns the name of a data set, how many of its rows were used, and why others were not."""
     dataset = source.get("dataset") or {}
     description = dataset.get("id") or source["source"]

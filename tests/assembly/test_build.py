@@ -34,7 +34,7 @@ from normalign_llava.assembly.build import (
 )
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.encoder import require_vision_config
-from normalign_llava.assembly.generation import accepted_generation, flags_of, in_words
+from normalign_llava.assembly.generation import flags_of, generation_for_checkpoint, in_words
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
@@ -718,7 +718,7 @@ def test_flags_that_are_off_are_not_named():
     config.forced_eos_token_id = 5
     config.temperature = 0.7
     config.forced_bos_token_id = 0  # which is a token
-    copied, left_out = accepted_generation(config)
+    copied, left_out = generation_for_checkpoint(config)
     assert left_out == {"forced_eos_token_id": 5, "forced_bos_token_id": 0}
     assert copied.forced_eos_token_id is None
     assert not hasattr(copied, "chat_format")
@@ -758,7 +758,7 @@ def test_flags_that_draw_answers_and_end_them_are_copied():
     config = GenerationConfig(**flags)
     config._from_model_config = True
     config._commit_hash = "a" * 40  # of its file
-    copied, left_out = accepted_generation(config)
+    copied, left_out = generation_for_checkpoint(config)
     assert flags_of(copied) == flags
     assert left_out == {}
 

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.encoder import require_vision_config, token_layout
-from normalign_llava.assembly.image_processing import fix_size, plain_image_processor
+from normalign_llava.assembly.image_processing import make_size_constant, plain_image_processor
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.opening import check_processor, open_checkpoint
 from normalign_llava.diagnose.measure.probe import probe
@@ -340,13 +340,13 @@ def test_an_image_processor_needs_one_size():
     odd = parts.image_processor("siglip")
     odd.size = {"shortest_edge": 16}
     with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
-        fix_size(odd)
+        make_size_constant(odd)
     high = parts.image_processor("siglip")
     high.size = {"height": 16, "width": 24}
-    assert fix_size(high) == (16, 24)
+    assert make_size_constant(high) == (16, 24)
     assert (high.crop_size["height"], high.crop_size["width"]) == (16, 24)
     unused = transformers.BeitImageProcessor(size=SQUARE, do_center_crop=False)
-    assert unused.crop_size["height"] == 224 and fix_size(unused) == (16, 16)
+    assert unused.crop_size["height"] == 224 and make_size_constant(unused) == (16, 16)
     assert unused.crop_size["height"] == 16
 
 

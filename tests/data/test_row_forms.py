@@ -8,10 +8,10 @@ from train_data import assistant, llava, user
 
 from normalign_llava.data.rows.forms import (
     PROMPT,
+    columns_proposal,
     image_name,
     is_row_metadata,
     looks_like,
-    proposal,
     read_row,
     renamed,
     unread_image,
@@ -814,7 +814,7 @@ PREFERRED = {"preferred_output": QA, "non_preferred_output": QA}
     ],
 )
 def test_columns_are_proposed(raw_row, columns):
-    proposed = proposal(raw_row)
+    proposed = columns_proposal(raw_row)
     assert proposed.endswith(f"with --columns {columns}")
     names_dpo = "DPO" in proposed
     assert names_dpo == (raw_row is PREFERRED)
@@ -829,7 +829,7 @@ def test_columns_are_proposed(raw_row, columns):
     ],
 )
 def test_no_columns_are_proposed(raw_row):
-    assert proposal(raw_row) == ""
+    assert columns_proposal(raw_row) == ""
 
 
 QUESTION_NAMES = "query instruction problem prefix human user prompt input inputs text"
@@ -845,25 +845,25 @@ IMAGE_NAMES = (
 
 @pytest.mark.parametrize("name", QUESTION_NAMES.split())
 def test_a_column_of_a_usual_name_is_proposed_as_question(name):
-    proposed = proposal({name: "Q", "solution": "A"})
+    proposed = columns_proposal({name: "Q", "solution": "A"})
     assert proposed.endswith(f"question={name},answer=solution")
 
 
 @pytest.mark.parametrize("name", ANSWER_NAMES.split())
 def test_a_column_of_a_usual_name_is_proposed_as_answer(name):
-    proposed = proposal({"query": "Q", name: "A"})
+    proposed = columns_proposal({"query": "Q", name: "A"})
     assert proposed.endswith(f"question=query,answer={name}")
 
 
 @pytest.mark.parametrize("name", CAPTION_NAMES.split())
 def test_a_column_of_a_usual_name_is_proposed_as_caption(name):
-    proposed = proposal({"img": "a.png", name: "A"})
+    proposed = columns_proposal({"img": "a.png", name: "A"})
     assert proposed.endswith(f"image=img,caption={name}")
 
 
 @pytest.mark.parametrize("name", IMAGE_NAMES.split())
 def test_a_column_of_a_usual_name_is_proposed_as_image(name):
-    proposed = proposal({name: "a.png", "query": "Q", "label": "A"})
+    proposed = columns_proposal({name: "a.png", "query": "Q", "label": "A"})
     assert proposed.endswith(f"image={name},question=query,answer=label")
 
 

@@ -22,7 +22,7 @@ from normalign_llava.fetched.easy_vqa import (
     held_out,
     load_image,
     passages,
-    placed,
+    placed_at_random,
     prompt,
     training_data,
 )
@@ -153,7 +153,7 @@ def placements(tmp_path):
     drawing.paste("red", (0, 0, 32, 64))
     drawing.save(tmp_path / "drawing.png")
     random = Random(0)
-    return [Placement(placed(tmp_path / "drawing.png", random)) for _ in range(400)]
+    return [Placement(placed_at_random(tmp_path / "drawing.png", random)) for _ in range(400)]
 
 
 def test_a_drawing_is_placed_in_many_sizes(placements):

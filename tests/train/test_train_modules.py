@@ -55,7 +55,7 @@ from normalign_llava.train.modules.sharding import (
     prepare_sharding,
 )
 from normalign_llava.train.modules.sizes import (
-    memory_shares,
+    memory_factors,
     optimizer_bytes,
     parameter_count,
     tensor_bytes,
@@ -490,7 +490,7 @@ def test_of_four_processes_each_has_a_quarter_of_what_is_divided(
         )
     plugin = SimpleNamespace(zero_stage=zero_stage, selected=True)
     monkeypatch.setitem(accelerator_state, "deepspeed_plugins", {"default": plugin})
-    assert memory_shares(SimpleNamespace(world_size=4)) == expected
+    assert memory_factors(SimpleNamespace(world_size=4)) == expected
 
 
 def expected_8_bit_bytes(plain_model) -> int:

@@ -80,7 +80,7 @@ def sharding() -> str:
     return names.get(AcceleratorState().distributed_type, "none")
 
 
-def zero_stage() -> int:
+def sharding_stage() -> int:
     """Returns the stage of ZeRO that divides as much as this run does."""
     accelerator_state = AcceleratorState()
     if accelerator_state.distributed_type == DistributedType.DEEPSPEED:

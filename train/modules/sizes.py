@@ -19,7 +19,7 @@ from ...checkpoint import weights as stored
 from ..keeping.checkpoints import checkpoints_in
 from ..settings import RunConfig
 from .model import frozen_modules, trained_parameters
-from .sharding import zero_stage
+from .sharding import sharding_stage
 
 
 PARAMETERS = "weights"
@@ -60,24 +60,24 @@ def static_bytes(
     trained = list(trained_parameters(model).values())
     for parameter in trained:
         bytes_by_part[GRADIENTS] += tensor_bytes(parameter)
-        if zero_stage() in (1, 2):
+        if sharding_stage() in (1, 2):
             bytes_by_part[OPTIMIZER] += 4 * parameter_count(parameter)
     bytes_by_part[OPTIMIZER] += optimizer_bytes(trained, args, optimizer, embeddings)
-    shares = memory_shares(args)
-    return {part: int(size * shares[part]) for part, size in bytes_by_part.items()}
+    factors = memory_factors(args)
+    return {part: int(size * factors[part]) for part, size in bytes_by_part.items()}
 
 
-def memory_shares(args: TrainingArguments) -> dict[str, float]:
+def memory_factors(args: TrainingArguments) -> dict[str, float]:
     """Returns the share of each part that a process has."""
     first_stages = {PARAMETERS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}
-    shares = dict.fromkeys(first_stages, 1.0)
+    factors = dict.fromkeys(first_stages, 1.0)
     for part, stage in first_stages.items():
-        if zero_stage() >= stage:
-            shares[part] = 1 / args.world_size
+        if sharding_stage() >= stage:
+            factors[part] = 1 / args.world_size
     distribution = AcceleratorState().distributed_type
     if distribution in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        shares[GRADIENTS] = 2.0
-    return shares
+        factors[GRADIENTS] = 2.0  # DDP has a copy of them in buckets
+    return factors
 
 
 def optimizer_bytes(
