@@ -143,6 +143,7 @@ def main():
         dtype="float32",
         enforce_eager=True,
         max_model_len=128,
+        gpu_memory_utilization=0.3,  # of the memory of a CPU: other programs have some too
         trust_remote_code=True,
         **options,
     )
@@ -198,7 +199,7 @@ def ask_vllm(folder, *adapter):
         text=True,
         env=environment,
     )
-    assert process.returncode == 0, process.stderr[-5000:]
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-5000:]
     answer_lines = [line for line in process.stdout.splitlines() if line.startswith("[[")]
     return json.loads(answer_lines[-1])
 

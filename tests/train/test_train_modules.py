@@ -799,7 +799,7 @@ def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(float1
     Accelerator(cpu=True)  # earlier options have made accelerate forget its state
     model = tiny.model()
     model.config.quantization_config = float16_products
-    model.packed = bitsandbytes.nn.Linear4bit(4, 4, compute_dtype=torch.float16)
+    model.packed = bitsandbytes.nn.Linear4bit(16, 16, compute_dtype=torch.float16)
     assert settle_float16(model, CPU, tiny.inputs()).fp16
     set_hidden_states(model, 12_000.0)
     assert settle_float16(model, CPU, tiny.inputs()).fp16  # it is below a quarter of 65,504
