@@ -31,7 +31,7 @@ from ..console import Printed
 from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
-from .encoder import TokenLayout, load_encoder, require_vision_config, token_layout
+from .encoder import TokenLayout, check_finite, load_encoder, require_vision_config, token_layout
 from .generation import flags_of, generation_for_checkpoint, in_words
 from .image_processing import make_size_constant, plain_image_processor
 from .parts import (
@@ -233,6 +233,7 @@ def retrofit_checkpoint(
             pixel_size = make_size_constant(stock.image_processor)
         model = opened.load(dtype=loaded_dtype, **norm_settings)
         tower = model.model.vision_tower
+        check_finite(tower, llava)
         layout = token_layout(tower, pixel_size, model.config.vision_feature_layer, llava)
         strategy = layout.strategy(model.config.vision_feature_select_strategy)
         processor = make_processor(

@@ -7,6 +7,7 @@ token and registers. The patches follow it row by row.
 """
 
 import inspect
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -119,11 +120,35 @@ def _side(size: int | list[int] | tuple[int, ...] | None) -> int | None:
 
 
 def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedModel:
-    """Loads the vision encoder in the dtype of its files, also out of a model of several parts."""
+    """Loads the vision encoder in the dtype of its files, also out of a model of several parts.
+
+    Raises ValueError as [`Checkpoint.load`] and [`check_finite`] do.
+    """
     options = {}
     if config is not vision.config:
         options["key_mapping"] = _PART_NAMES
-    return vision.load(MODEL_MAPPING[type(config)], config=config, **options)
+    tower = vision.load(MODEL_MAPPING[type(config)], config=config, **options)
+    check_finite(tower, vision.name)
+    return tower
+
+
+def check_finite(tower: PreTrainedModel, name: str) -> None:
+    """Raises ValueError if a tensor of an encoder has NaN or infinite values, read or not.
+
+    Training checks all weights, also those behind the feature layer.
+
+    Args:
+        tower: The encoder.
+        name: The encoder's name in errors.
+    """
+    for tensor_name, tensor in itertools.chain(tower.named_parameters(), tower.named_buffers()):
+        # `isfinite` would make a copy.
+        is_checked = tensor.is_floating_point() and tensor.numel()
+        if is_checked and not torch.linalg.vector_norm(tensor.detach(), torch.inf).isfinite():
+            raise ValueError(
+                f"{name} cannot be the vision encoder: its tensor {tensor_name} has NaN or "
+                "infinite values, so its weights are damaged. Download it again, or use another."
+            )
 
 
 def token_layout(

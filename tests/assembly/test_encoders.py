@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import training
 import transformers
 from PIL import Image
 from remote_code import BLOCK
+from safetensors.torch import load_file, save_file
 from tiny_encoders import ENCODERS, SIZES, SQUARE
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
@@ -318,6 +320,40 @@ def test_an_encoder_with_damaged_weights_is_refused():
     with pytest.raises(ValueError, match="hidden state -2 is NaN or infinite"):
         token_layout(tower, (16, 16), -2, "damaged")
     assert token_layout(tower, (16, 16), 1, "damaged").prefix == 1  # before the damage
+
+
+BEHIND_THE_FEATURES = (
+    "vision_model.encoder.layers.2.mlp.fc1.weight",
+    "vision_model.post_layernorm.bias",
+)
+
+
+@pytest.mark.parametrize("tensor_name", BEHIND_THE_FEATURES)
+def test_damage_behind_the_feature_layer_is_refused_before_the_language_model_is_read(
+    tmp_path, tensor_name
+):
+    vision = parts.vision(tmp_path / "vision", "siglip")
+    stored = load_file(f"{vision}/model.safetensors")
+    [stored_name] = [name for name in stored if tensor_name.endswith(name)]
+    stored[stored_name].view(-1)[-1] = torch.inf
+    save_file(stored, f"{vision}/model.safetensors", metadata={"format": "pt"})
+    language = parts.language(tmp_path / "language")
+    (tmp_path / "language" / "model.safetensors").write_bytes(b"unread")
+    in_encoder = re.escape(tensor_name.removeprefix("vision_model."))
+    with pytest.raises(ValueError, match=f"its tensor {in_encoder} has NaN or infinite values"):
+        build_checkpoint(vision, language, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+def test_damage_behind_the_feature_layer_of_a_llava_is_refused(tmp_path):
+    llava = tiny.llava(tied=False)
+    last_layer = llava.model.vision_tower.encoder.layers[-1]
+    with torch.no_grad():
+        last_layer.mlp.fc1.weight[0, 0] = torch.nan
+    parts.llava(tmp_path / "llava", llava)
+    with pytest.raises(ValueError, match=r"its tensor encoder.layers.\d.mlp.fc1.weight has NaN"):
+        retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
+    assert not (tmp_path / "built").exists()
 
 
 def test_pixels_beyond_the_last_patch_are_no_patch():
