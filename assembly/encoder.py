@@ -8,9 +8,11 @@ token and registers. The patches follow it row by row.
 
 import inspect
 import itertools
+import re
 from dataclasses import dataclass
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
+from ..checkpoint.untrusted import fetch_checked_weights
 
 
 _POOLING_HEADS = ("vision_use_head", "use_head")
@@ -124,12 +127,43 @@ def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedMode
 
     Raises ValueError as [`Checkpoint.load`] and [`check_finite`] do.
     """
-    options = {}
-    if config is not vision.config:
-        options["key_mapping"] = _PART_NAMES
-    tower = vision.load(MODEL_MAPPING[type(config)], config=config, **options)
+    encoder_class = MODEL_MAPPING[type(config)]
+    if config is vision.config:
+        tower = vision.load(encoder_class, config=config)
+    else:
+        loaded_class = encoder_class
+        if _has_new_names(vision, vision.without_weights(encoder_class, config)):
+            loaded_class = _without_renaming(encoder_class)
+        tower = vision.load(loaded_class, config=config, key_mapping=_PART_NAMES)
+        tower.__class__ = encoder_class
     check_finite(tower, vision.name)
     return tower
+
+
+def _has_new_names(vision: Checkpoint, tower: PreTrainedModel) -> bool:
+    """Returns whether a model of several parts has all names of its encoder's parameters.
+
+    Args:
+        vision: The model of several parts.
+        tower: Its encoder, on meta.
+    """
+    names = set()
+    for file in fetch_checked_weights(vision.name, vision.revision):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, as it is not a dictionary
+                for pattern, name_in_encoder in _PART_NAMES.items():
+                    names.add(re.sub(pattern, name_in_encoder, name))
+    return names.issuperset(name for name, _ in tower.named_parameters())
+
+
+def _without_renaming(encoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Returns an encoder's class, whose tensors transformers does not rename when it is loaded.
+
+    transformers renames tensors of older files. Among new names, such as DINOv3's and TIPSv2's in
+    a checkpoint of this package, it would rename some again. It renames none of a class that is not
+    its own (`get_model_conversion_mapping`), so a subclass keeps the names.
+    """
+    return type(encoder_class.__name__, (encoder_class,), {"__module__": __name__})
 
 
 def check_finite(tower: PreTrainedModel, name: str) -> None:

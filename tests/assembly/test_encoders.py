@@ -322,6 +322,26 @@ def test_an_encoder_with_damaged_weights_is_refused():
     assert token_layout(tower, (16, 16), 1, "damaged").prefix == 1  # before the damage
 
 
+def assert_same_tower(folder, other_folder) -> None:
+    """The encoders of two checkpoints have one class, and the same tensors."""
+    towers = []
+    for checkpoint in (folder, other_folder):
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+        towers.append(model.model.vision_tower)
+    assert type(towers[0]) is type(towers[1])
+    training.assert_equal(towers[0].state_dict(), towers[1].state_dict())
+
+
+@pytest.mark.parametrize("name", ["DINOv3", "TIPSv2", "CLIP"])
+def test_the_encoder_of_a_built_checkpoint_is_built_in_again(tmp_path, name):
+    """transformers would rename DINOv3's and TIPSv2's tensors a second time."""
+    build(tmp_path, name)
+    language = str(tmp_path / "language")
+    report = build_checkpoint(str(tmp_path / "built"), language, tmp_path / "again")
+    assert report.prefix_tokens == ENCODERS[name].prefix
+    assert_same_tower(tmp_path / "built", tmp_path / "again")
+
+
 BEHIND_THE_FEATURES = (
     "vision_model.encoder.layers.2.mlp.fc1.weight",
     "vision_model.post_layernorm.bias",
