@@ -66,6 +66,7 @@ def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
 
     Raises ValueError if it shows that the encoder does not fit. [`token_layout`] checks the rest.
     """
+    _refuse_timm(vision)
     config = getattr(vision.config, "vision_config", vision.config)
     if config.model_type == "metaclip_2_vision_model":  # a CLIP that AutoModel does not know
         settings = config.to_dict()
@@ -81,6 +82,22 @@ def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
             f"{fault}. docs/train.md lists encoders that fit."
         )
     return config
+
+
+def _refuse_timm(vision: Checkpoint) -> None:
+    """Raises ValueError if a vision encoder is timm's. transformers would ask for timm instead."""
+    stored = vision.stored.get("vision_config")
+    if not isinstance(stored, dict):
+        stored = vision.stored
+    is_wrapper = stored.get("model_type") == "timm_wrapper"
+    if is_wrapper or "pretrained_cfg" in stored:  # as transformers knows timm's own files
+        raise ValueError(
+            f"{vision.name} cannot be the vision encoder: it is a model of timm "
+            f"({stored.get('architecture')}), and transformers' wrapper of such models gives maps "
+            "(B, d, height, width) without the tokens before the patches. Many models of timm have "
+            "a class of transformers: use a checkpoint in that form. docs/train.md lists encoders "
+            "that fit."
+        )
 
 
 def _fault_of_class(config: PreTrainedConfig) -> str | None:

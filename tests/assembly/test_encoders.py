@@ -303,13 +303,27 @@ def test_an_encoder_whose_tokens_are_no_grid_is_refused_with_the_reason(tmp_path
     [
         (transformers.OwlViTVisionConfig(**SIZES), "AutoModel has no class for it"),
         (transformers.BertConfig(), "it reads input_ids, not pixel_values"),
-        (transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224"), "no hidden_size"),
         (transformers.ViTConfig(patch_size=[8, 4]), r"patch_size is \[8, 4\]"),
     ],
 )
 def test_a_configuration_shows_that_an_encoder_does_not_fit(tmp_path, config, reason):
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"cannot be the vision encoder.*{reason}"):
+        require_vision_config(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "timm_wrapper"},
+        {"pretrained_cfg": {"tag": "augreg"}},
+        {"model_type": "llava", "vision_config": {"model_type": "timm_wrapper"}},
+    ],
+)
+def test_a_model_of_timm_is_refused_without_asking_for_timm(tmp_path, settings):
+    wrapped = {"architecture": "vit_tiny_patch16_224", "num_classes": 1000}  # needs timm to be read
+    (tmp_path / "config.json").write_text(json.dumps(wrapped | settings))
+    with pytest.raises(ValueError, match=r"a model of timm .*maps \(B, d, height, width\)"):
         require_vision_config(open_checkpoint(tmp_path))
 
 
