@@ -232,8 +232,15 @@ def token_layout(
         patches = rows * columns
         marked_patch = patches // 2
         pictures = _pictures(pixel_size, patch_size, marked_patch)
-        states, fault = _hidden_states(tower, pictures)
-        fault = fault or _fault_of_shapes(states, tower.config, patches)
+        states, reason = _hidden_states(tower, pictures)
+        if reason:
+            remedy = _remedy_for_size(tower.config, pixel_size)
+            raise ValueError(
+                f"{name} cannot be the vision encoder ({tower.config.model_type}): its image "
+                f"processor makes images of {height} x {width} pixels, and the encoder does not "
+                f"run on them: {reason.rstrip('.')}. {remedy}"
+            )
+        fault = _fault_of_shapes(states, tower.config, patches)
         fault = fault or _fault_of_order(states[0], patches, marked_patch)
         fault = fault or _fault_of_features(states, feature_layer, patches)
     if fault:
@@ -268,13 +275,28 @@ def _hidden_states(
     try:
         outputs = tower(pixels, output_hidden_states=True, return_dict=True)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-        return (), f"it does not run on them: {type(error).__name__}: {error}"
+        return (), f"{type(error).__name__}: {error}"
     except (TypeError, ValueError) as error:
-        return (), f"it does not run on them: {error}"
+        return (), str(error)
     states = getattr(outputs, "hidden_states", None)
     if not states:
-        return (), "it gives no hidden states"
+        return (), "It gives no hidden states"
     return tuple(states), None
+
+
+def _remedy_for_size(config: PreTrainedConfig, pixel_size: tuple[int, int]) -> str:
+    """Returns what to do about an encoder that does not run on its image processor's images."""
+    image_size = getattr(config, "image_size", None)
+    if isinstance(image_size, int):
+        image_size = (image_size, image_size)
+    is_pair = isinstance(image_size, list | tuple) and len(image_size) == 2
+    if not is_pair or tuple(image_size) == pixel_size:
+        return "docs/train.md lists encoders that fit."
+    height, width = image_size
+    return (
+        f"Its config.json has images of {height} x {width} pixels: set this size in its "
+        "preprocessor_config.json."
+    )
 
 
 def _fault_of_shapes(

@@ -390,6 +390,23 @@ def test_damage_behind_the_feature_layer_of_a_llava_is_refused(tmp_path):
     assert not (tmp_path / "built").exists()
 
 
+@pytest.mark.parametrize("kind", ["siglip", "clip"])
+def test_an_image_processor_of_another_size_is_named_with_the_encoder_s_size(kind):
+    towers = {"siglip": transformers.SiglipVisionModel, "clip": transformers.CLIPVisionModel}
+    tower = towers[kind](tiny.vision_config(kind))
+    with pytest.raises(ValueError) as caught:
+        token_layout(tower, (24, 32), -2, "FOLDER")
+    message = str(caught.value)
+    assert message.startswith("FOLDER cannot be the vision encoder")
+    assert "its image processor makes images of 24 x 32 pixels, and the encoder does not" in message
+    assert "match" in message  # the reason that transformers gives
+    assert message.endswith(
+        "Its config.json has images of 16 x 16 pixels: set this size in its "
+        "preprocessor_config.json."
+    )
+    assert ".." not in message
+
+
 def test_pixels_beyond_the_last_patch_are_no_patch():
     """As in SigLIP of patches of 14 and images of 384 pixels."""
     config = transformers.SiglipVisionConfig(**SIZES | {"image_size": 20}, vision_use_head=False)
