@@ -13,6 +13,7 @@ import tiny_parts as parts
 import torch
 import training
 import transformers
+from json_files import update_json
 from PIL import Image
 from remote_code import BLOCK
 from safetensors.torch import load_file, save_file
@@ -435,6 +436,31 @@ def test_an_image_processor_needs_one_size():
     unused = transformers.BeitImageProcessor(size=SQUARE, do_center_crop=False)
     assert unused.crop_size["height"] == 224 and make_size_constant(unused) == (16, 16)
     assert unused.crop_size["height"] == 16
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_std": [0.0, 0.0, 0.0]}, r"NaN or infinite .*image_std .0.0, 0.0, 0.0."),
+        ({"image_mean": [float("nan")] * 3}, "NaN or infinite .*image_mean"),
+        ({"rescale_factor": 0.0}, "the same everywhere .*rescale_factor 0.0"),
+    ],
+)
+def test_an_image_processor_that_makes_no_usable_pixels_is_refused(tmp_path, settings, message):
+    vision = parts.vision(tmp_path / "vision", "siglip")
+    update_json(f"{vision}/preprocessor_config.json", settings)
+    language = parts.language(tmp_path / "language")
+    with pytest.raises(ValueError, match=message):
+        build_checkpoint(vision, language, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+@pytest.mark.parametrize("setting", ["do_normalize", "do_rescale"])
+def test_an_image_processor_may_leave_out_a_step(setting):
+    image_processor = parts.image_processor("siglip")
+    setattr(image_processor, setting, False)
+    assert make_size_constant(image_processor) == (16, 16)
 
 
 def test_an_image_processor_that_also_counts_is_replaced_by_one_with_the_same_pixels():
