@@ -43,7 +43,7 @@ from .parts import (
     make_ends_special,
     set_chat_template,
 )
-from .processing import ARMS, check_feature_layer, make_processor
+from .processing import ARMS, check_feature_layer, make_processor, read_feature_layer
 
 
 logger = logging.getLogger(__name__)
@@ -158,9 +158,12 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
     dtype = torch_dtype(options.dtype)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    feature_layer = options.feature_layer
-    if not isinstance(feature_layer, int):
-        feature_layer = list(feature_layer)
+    feature_layer = read_feature_layer(options.feature_layer)
+    if options.select_strategy not in (None, "default", "full"):
+        raise ValueError(
+            "select_strategy is 'default', 'full' or None for the one that fits the encoder, got "
+            f"{options.select_strategy!r}."
+        )
     check_not_in_run(Path(options.output))
     with finished_folder(options.output) as folder:
         vision_part = open_checkpoint(options.vision)
