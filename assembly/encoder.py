@@ -10,6 +10,7 @@ import inspect
 import itertools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -286,11 +287,11 @@ def _hidden_states(
 
 def _remedy_for_size(config: PreTrainedConfig, pixel_size: tuple[int, int]) -> str:
     """Returns what to do about an encoder that does not run on its image processor's images."""
-    image_size = getattr(config, "image_size", None)
+    image_size: Any = getattr(config, "image_size", None)
     if isinstance(image_size, int):
         image_size = (image_size, image_size)
-    is_pair = isinstance(image_size, list | tuple) and len(image_size) == 2
-    if not is_pair or tuple(image_size) == pixel_size:
+    is_unknown = not isinstance(image_size, list | tuple) or len(image_size) != 2
+    if is_unknown or tuple(image_size) == pixel_size:
         return "docs/train.md lists encoders that fit."
     height, width = image_size
     return (
