@@ -85,7 +85,7 @@ def build(
             parser=_parse_layers,
             metavar="N,...",
             show_default="-2",
-            help="Hidden states of the encoder to read.",
+            help="Hidden states of the encoder to read. Write several with commas: -2,-5.",
         ),
     ] = None,
     select_strategy: Annotated[

@@ -31,7 +31,7 @@ from ..console import Printed
 from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
-from .encoder import TokenLayout, load_encoder, require_vision_config, token_layout
+from .encoder import TokenLayout, check_finite, load_encoder, require_vision_config, token_layout
 from .generation import flags_of, generation_for_checkpoint, in_words
 from .image_processing import make_size_constant, plain_image_processor
 from .parts import (
@@ -43,7 +43,7 @@ from .parts import (
     make_ends_special,
     set_chat_template,
 )
-from .processing import ARMS, check_feature_layer, make_processor
+from .processing import ARMS, check_feature_layer, make_processor, read_feature_layer
 
 
 logger = logging.getLogger(__name__)
@@ -158,9 +158,12 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
     dtype = torch_dtype(options.dtype)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    feature_layer = options.feature_layer
-    if not isinstance(feature_layer, int):
-        feature_layer = list(feature_layer)
+    feature_layer = read_feature_layer(options.feature_layer)
+    if options.select_strategy not in (None, "default", "full"):
+        raise ValueError(
+            "select_strategy is 'default', 'full' or None for the one that fits the encoder, got "
+            f"{options.select_strategy!r}."
+        )
     check_not_in_run(Path(options.output))
     with finished_folder(options.output) as folder:
         vision_part = open_checkpoint(options.vision)
@@ -233,6 +236,7 @@ def retrofit_checkpoint(
             pixel_size = make_size_constant(stock.image_processor)
         model = opened.load(dtype=loaded_dtype, **norm_settings)
         tower = model.model.vision_tower
+        check_finite(tower, llava)
         layout = token_layout(tower, pixel_size, model.config.vision_feature_layer, llava)
         strategy = layout.strategy(model.config.vision_feature_select_strategy)
         processor = make_processor(

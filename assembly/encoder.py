@@ -7,9 +7,13 @@ token and registers. The patches follow it row by row.
 """
 
 import inspect
+import itertools
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
@@ -19,6 +23,7 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
+from ..checkpoint.untrusted import fetch_checked_weights
 
 
 _POOLING_HEADS = ("vision_use_head", "use_head")
@@ -62,6 +67,7 @@ def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
 
     Raises ValueError if it shows that the encoder does not fit. [`token_layout`] checks the rest.
     """
+    _refuse_timm(vision)
     config = getattr(vision.config, "vision_config", vision.config)
     if config.model_type == "metaclip_2_vision_model":  # a CLIP that AutoModel does not know
         settings = config.to_dict()
@@ -77,6 +83,22 @@ def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
             f"{fault}. docs/train.md lists encoders that fit."
         )
     return config
+
+
+def _refuse_timm(vision: Checkpoint) -> None:
+    """Raises ValueError if a vision encoder is timm's. transformers would ask for timm instead."""
+    stored = vision.stored.get("vision_config")
+    if not isinstance(stored, dict):
+        stored = vision.stored
+    is_wrapper = stored.get("model_type") == "timm_wrapper"
+    if is_wrapper or "pretrained_cfg" in stored:  # as transformers knows timm's own files
+        raise ValueError(
+            f"{vision.name} cannot be the vision encoder: it is a model of timm "
+            f"({stored.get('architecture')}), and transformers' wrapper of such models gives maps "
+            "(B, d, height, width) without the tokens before the patches. Many models of timm have "
+            "a class of transformers: use a checkpoint in that form. docs/train.md lists encoders "
+            "that fit."
+        )
 
 
 def _fault_of_class(config: PreTrainedConfig) -> str | None:
@@ -119,11 +141,66 @@ def _side(size: int | list[int] | tuple[int, ...] | None) -> int | None:
 
 
 def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedModel:
-    """Loads the vision encoder in the dtype of its files, also out of a model of several parts."""
-    options = {}
-    if config is not vision.config:
-        options["key_mapping"] = _PART_NAMES
-    return vision.load(MODEL_MAPPING[type(config)], config=config, **options)
+    """Loads the vision encoder in the dtype of its files, also out of a model of several parts.
+
+    Raises ValueError as [`Checkpoint.load`] and [`check_finite`] do.
+    """
+    encoder_class = MODEL_MAPPING[type(config)]
+    if config is vision.config:
+        tower = vision.load(encoder_class, config=config)
+    else:
+        loaded_class = encoder_class
+        if _has_new_names(vision, vision.without_weights(encoder_class, config)):
+            loaded_class = _without_renaming(encoder_class)
+        tower = vision.load(loaded_class, config=config, key_mapping=_PART_NAMES)
+        tower.__class__ = encoder_class
+    check_finite(tower, vision.name)
+    return tower
+
+
+def _has_new_names(vision: Checkpoint, tower: PreTrainedModel) -> bool:
+    """Returns whether a model of several parts has all names of its encoder's parameters.
+
+    Args:
+        vision: The model of several parts.
+        tower: Its encoder, on meta.
+    """
+    names = set()
+    for file in fetch_checked_weights(vision.name, vision.revision):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, as it is not a dictionary
+                for pattern, name_in_encoder in _PART_NAMES.items():
+                    names.add(re.sub(pattern, name_in_encoder, name))
+    return names.issuperset(name for name, _ in tower.named_parameters())
+
+
+def _without_renaming(encoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Returns an encoder's class, whose tensors transformers does not rename when it is loaded.
+
+    transformers renames tensors of older files. Among new names, such as DINOv3's and TIPSv2's in
+    a checkpoint of this package, it would rename some again. It renames none of a class that is not
+    its own (`get_model_conversion_mapping`), so a subclass keeps the names.
+    """
+    return type(encoder_class.__name__, (encoder_class,), {"__module__": __name__})
+
+
+def check_finite(tower: PreTrainedModel, name: str) -> None:
+    """Raises ValueError if a tensor of an encoder has NaN or infinite values, read or not.
+
+    Training checks all weights, also those behind the feature layer.
+
+    Args:
+        tower: The encoder.
+        name: The encoder's name in errors.
+    """
+    for tensor_name, tensor in itertools.chain(tower.named_parameters(), tower.named_buffers()):
+        # `isfinite` would make a copy.
+        is_checked = tensor.is_floating_point() and tensor.numel()
+        if is_checked and not torch.linalg.vector_norm(tensor.detach(), torch.inf).isfinite():
+            raise ValueError(
+                f"{name} cannot be the vision encoder: its tensor {tensor_name} has NaN or "
+                "infinite values, so its weights are damaged. Download it again, or use another."
+            )
 
 
 def token_layout(
@@ -156,8 +233,15 @@ def token_layout(
         patches = rows * columns
         marked_patch = patches // 2
         pictures = _pictures(pixel_size, patch_size, marked_patch)
-        states, fault = _hidden_states(tower, pictures)
-        fault = fault or _fault_of_shapes(states, tower.config, patches)
+        states, reason = _hidden_states(tower, pictures)
+        if reason:
+            remedy = _remedy_for_size(tower.config, pixel_size)
+            raise ValueError(
+                f"{name} cannot be the vision encoder ({tower.config.model_type}): its image "
+                f"processor makes images of {height} x {width} pixels, and the encoder does not "
+                f"run on them: {reason.rstrip('.')}. {remedy}"
+            )
+        fault = _fault_of_shapes(states, tower.config, patches)
         fault = fault or _fault_of_order(states[0], patches, marked_patch)
         fault = fault or _fault_of_features(states, feature_layer, patches)
     if fault:
@@ -192,13 +276,28 @@ def _hidden_states(
     try:
         outputs = tower(pixels, output_hidden_states=True, return_dict=True)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-        return (), f"it does not run on them: {type(error).__name__}: {error}"
+        return (), f"{type(error).__name__}: {error}"
     except (TypeError, ValueError) as error:
-        return (), f"it does not run on them: {error}"
+        return (), str(error)
     states = getattr(outputs, "hidden_states", None)
     if not states:
-        return (), "it gives no hidden states"
+        return (), "It gives no hidden states"
     return tuple(states), None
+
+
+def _remedy_for_size(config: PreTrainedConfig, pixel_size: tuple[int, int]) -> str:
+    """Returns what to do about an encoder that does not run on its image processor's images."""
+    image_size: Any = getattr(config, "image_size", None)
+    if isinstance(image_size, int):
+        image_size = (image_size, image_size)
+    is_unknown = not isinstance(image_size, list | tuple) or len(image_size) != 2
+    if is_unknown or tuple(image_size) == pixel_size:
+        return "docs/train.md lists encoders that fit."
+    height, width = image_size
+    return (
+        f"Its config.json has images of {height} x {width} pixels: set this size in its "
+        "preprocessor_config.json."
+    )
 
 
 def _fault_of_shapes(

@@ -24,6 +24,9 @@ _SHARED_SETTINGS = (
 )
 """Settings of image processors that only resize and normalize."""
 
+_PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor")
+"""Settings by which image processors compute with the values of pixels."""
+
 
 def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProcessor:
     """Returns an image processor that makes the same pixels, and nothing but `pixel_values`.
@@ -63,11 +66,12 @@ def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
     tokens by that.
 
     Raises:
-        ValueError: If the images of two pictures differ in size.
+        ValueError: If the images of two pictures differ in size, or have no usable pixels.
     """
     sizes = set()
     for width, height in ((97, 61), (61, 97)):
         pixels = image_processor(_picture(width, height), return_tensors="pt")["pixel_values"]
+        _check_pixels(pixels[0], image_processor)
         sizes.add(tuple(pixels[0].shape[-2:]))
     if len(sizes) > 1:
         listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
@@ -79,6 +83,28 @@ def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
     if not (image_processor.crop_size and getattr(image_processor, "do_center_crop", False)):
         image_processor.crop_size = {"height": height, "width": width}
     return height, width
+
+
+def _check_pixels(pixels: torch.Tensor, image_processor: BaseImageProcessor) -> None:
+    """Raises ValueError if the pixels of a picture of many colours are not finite, or all equal.
+
+    Args:
+        pixels: What the image processor made of the picture, `(3, H, W)`.
+        image_processor: The image processor. Its settings are named in the error.
+    """
+    fault = None
+    if not pixels.isfinite().all():
+        fault = "NaN or infinite"
+    elif (pixels == pixels[:, :1, :1]).all():
+        fault = "the same everywhere"
+    if fault:
+        settings = image_processor.to_dict()
+        values = [f"{name} {settings.get(name)}" for name in _PIXEL_SETTINGS]
+        raise ValueError(
+            f"The pixels of a picture become {fault} in the image processor "
+            f"({', '.join(values)}). Set these in preprocessor_config.json as the encoder was "
+            "trained with."
+        )
 
 
 def _picture(width: int, height: int) -> Image.Image:

@@ -10,8 +10,9 @@ is added here. What the tokenizer put last is left out, since it would end a pro
 import copy
 import logging
 import os
+from collections.abc import Sequence
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -54,18 +55,49 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
     return "gwc" if config.gradient_compensation == "global" else "aligned"
 
 
+def read_feature_layer(value: object) -> int | list[int]:
+    """Returns the option `feature_layer`, with several layers as a list.
+
+    Raises ValueError if it is neither a whole number nor a sequence of whole numbers.
+    """
+    if _is_whole(value):
+        return value
+    if isinstance(value, Sequence) and value and all(_is_whole(layer) for layer in value):
+        return list(value)
+    raise ValueError(
+        "feature_layer is a whole number, such as -2, or a list of whole numbers, such as "
+        f"[-2, -5], got {value!r}."
+    )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
-    """Raises ValueError if the encoder has no such hidden state. -1 is the last layer's output."""
+    """Raises ValueError if the encoder has no such hidden state, or a layer is given twice.
+
+    -1 is the last layer's output.
+    """
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
         raise ValueError(f"LLaVA reads feature_layer 0 as no layer. The embeddings are {-states}.")
     layers = [feature_layer] if isinstance(feature_layer, int) else feature_layer
+    names_by_state: dict[int, int] = {}
     for layer in layers:
         if not -states <= layer < states:
             raise ValueError(
                 f"feature_layer {layer} does not exist. Hidden states are 0 to {states - 1}, or "
                 f"{-states} to -1."
             )
+        state = layer % states
+        if state in names_by_state:
+            raise ValueError(
+                f"feature_layer {layers} has hidden state {state} twice, as "
+                f"{names_by_state[state]} and {layer}. Give every layer once: hidden states are 0 "
+                f"to {states - 1}, or {-states} to -1."
+            )
+        names_by_state[state] = layer
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -647,9 +647,9 @@ def test_one_hidden_state_is_projected_with_its_class_token(vision, language, ou
 
 
 def test_several_hidden_states_are_projected_together(vision, language, output_path):
-    layers = (-2, -1, 2)
+    layers = (-2, -1, 1)
     model, hidden_states, features = build_with_full_features(vision, language, output_path, layers)
-    assert model.config.vision_feature_layer == [-2, -1, 2]
+    assert model.config.vision_feature_layer == [-2, -1, 1]
     selected = torch.cat([hidden_states[layer] for layer in layers], dim=-1)
     with torch.no_grad():
         expected = model.model.multi_modal_projector(selected)
@@ -832,6 +832,32 @@ def test_the_count_of_tokens_follows_from_the_encoder_and_not_from_its_settings(
 def test_hidden_states_that_exist_are_accepted(layer):
     # An encoder of 3 layers has 4 hidden states.
     check_feature_layer(layer, tiny.vision_config("clip"))
+
+
+@pytest.mark.parametrize("layers", [[-2, -2], [-2, 2], [1, -1, 3]])
+def test_a_hidden_state_that_is_given_twice_is_refused(layers):
+    message = re.escape(f"feature_layer {layers} has hidden state {layers[-1] % 4} twice")
+    with pytest.raises(ValueError, match=message):
+        check_feature_layer(layers, tiny.vision_config("clip"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("feature_layer", [], "a whole number"),
+        ("feature_layer", "-2", "a whole number"),
+        ("feature_layer", 1.0, "a whole number"),
+        ("feature_layer", True, "a whole number"),
+        ("feature_layer", [-2, None], "a whole number"),
+        ("select_strategy", "patch", "'default', 'full' or None"),
+    ],
+)
+def test_an_option_of_python_that_is_not_allowed_is_named_before_parts_are_opened(
+    output_path, option, value, allowed
+):
+    message = f"{option} is {allowed}.*got {re.escape(repr(value))}"
+    with pytest.raises(ValueError, match=message):
+        build_checkpoint("no vision", "no language", output_path, **{option: value})
 
 
 @pytest.mark.parametrize("layer", [4, -5, [1, 4], [-5, -1], 0])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,8 +13,10 @@ import tiny_parts as parts
 import torch
 import training
 import transformers
+from json_files import update_json
 from PIL import Image
 from remote_code import BLOCK
+from safetensors.torch import load_file, save_file
 from tiny_encoders import ENCODERS, SIZES, SQUARE
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
@@ -301,13 +304,27 @@ def test_an_encoder_whose_tokens_are_no_grid_is_refused_with_the_reason(tmp_path
     [
         (transformers.OwlViTVisionConfig(**SIZES), "AutoModel has no class for it"),
         (transformers.BertConfig(), "it reads input_ids, not pixel_values"),
-        (transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224"), "no hidden_size"),
         (transformers.ViTConfig(patch_size=[8, 4]), r"patch_size is \[8, 4\]"),
     ],
 )
 def test_a_configuration_shows_that_an_encoder_does_not_fit(tmp_path, config, reason):
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"cannot be the vision encoder.*{reason}"):
+        require_vision_config(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "timm_wrapper"},
+        {"pretrained_cfg": {"tag": "augreg"}},
+        {"model_type": "llava", "vision_config": {"model_type": "timm_wrapper"}},
+    ],
+)
+def test_a_model_of_timm_is_refused_without_asking_for_timm(tmp_path, settings):
+    wrapped = {"architecture": "vit_tiny_patch16_224", "num_classes": 1000}  # needs timm to be read
+    (tmp_path / "config.json").write_text(json.dumps(wrapped | settings))
+    with pytest.raises(ValueError, match=r"a model of timm .*maps \(B, d, height, width\)"):
         require_vision_config(open_checkpoint(tmp_path))
 
 
@@ -318,6 +335,77 @@ def test_an_encoder_with_damaged_weights_is_refused():
     with pytest.raises(ValueError, match="hidden state -2 is NaN or infinite"):
         token_layout(tower, (16, 16), -2, "damaged")
     assert token_layout(tower, (16, 16), 1, "damaged").prefix == 1  # before the damage
+
+
+def assert_same_tower(folder, other_folder) -> None:
+    """The encoders of two checkpoints have one class, and the same tensors."""
+    towers = []
+    for checkpoint in (folder, other_folder):
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+        towers.append(model.model.vision_tower)
+    assert type(towers[0]) is type(towers[1])
+    training.assert_equal(towers[0].state_dict(), towers[1].state_dict())
+
+
+@pytest.mark.parametrize("name", ["DINOv3", "TIPSv2", "CLIP"])
+def test_the_encoder_of_a_built_checkpoint_is_built_in_again(tmp_path, name):
+    """transformers would rename DINOv3's and TIPSv2's tensors a second time."""
+    build(tmp_path, name)
+    language = str(tmp_path / "language")
+    report = build_checkpoint(str(tmp_path / "built"), language, tmp_path / "again")
+    assert report.prefix_tokens == ENCODERS[name].prefix
+    assert_same_tower(tmp_path / "built", tmp_path / "again")
+
+
+BEHIND_THE_FEATURES = (
+    "vision_model.encoder.layers.2.mlp.fc1.weight",
+    "vision_model.post_layernorm.bias",
+)
+
+
+@pytest.mark.parametrize("tensor_name", BEHIND_THE_FEATURES)
+def test_damage_behind_the_feature_layer_is_refused_before_the_language_model_is_read(
+    tmp_path, tensor_name
+):
+    vision = parts.vision(tmp_path / "vision", "siglip")
+    stored = load_file(f"{vision}/model.safetensors")
+    [stored_name] = [name for name in stored if tensor_name.endswith(name)]
+    stored[stored_name].view(-1)[-1] = torch.inf
+    save_file(stored, f"{vision}/model.safetensors", metadata={"format": "pt"})
+    language = parts.language(tmp_path / "language")
+    (tmp_path / "language" / "model.safetensors").write_bytes(b"unread")
+    in_encoder = re.escape(tensor_name.removeprefix("vision_model."))
+    with pytest.raises(ValueError, match=f"its tensor {in_encoder} has NaN or infinite values"):
+        build_checkpoint(vision, language, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+def test_damage_behind_the_feature_layer_of_a_llava_is_refused(tmp_path):
+    llava = tiny.llava(tied=False)
+    last_layer = llava.model.vision_tower.encoder.layers[-1]
+    with torch.no_grad():
+        last_layer.mlp.fc1.weight[0, 0] = torch.nan
+    parts.llava(tmp_path / "llava", llava)
+    with pytest.raises(ValueError, match=r"its tensor encoder.layers.\d.mlp.fc1.weight has NaN"):
+        retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+@pytest.mark.parametrize("kind", ["siglip", "clip"])
+def test_an_image_processor_of_another_size_is_named_with_the_encoder_s_size(kind):
+    towers = {"siglip": transformers.SiglipVisionModel, "clip": transformers.CLIPVisionModel}
+    tower = towers[kind](tiny.vision_config(kind))
+    with pytest.raises(ValueError) as caught:
+        token_layout(tower, (24, 32), -2, "FOLDER")
+    message = str(caught.value)
+    assert message.startswith("FOLDER cannot be the vision encoder")
+    assert "its image processor makes images of 24 x 32 pixels, and the encoder does not" in message
+    assert "match" in message  # the reason that transformers gives
+    assert message.endswith(
+        "Its config.json has images of 16 x 16 pixels: set this size in its "
+        "preprocessor_config.json."
+    )
+    assert ".." not in message
 
 
 def test_pixels_beyond_the_last_patch_are_no_patch():
@@ -348,6 +436,31 @@ def test_an_image_processor_needs_one_size():
     unused = transformers.BeitImageProcessor(size=SQUARE, do_center_crop=False)
     assert unused.crop_size["height"] == 224 and make_size_constant(unused) == (16, 16)
     assert unused.crop_size["height"] == 16
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_std": [0.0, 0.0, 0.0]}, r"NaN or infinite .*image_std .0.0, 0.0, 0.0."),
+        ({"image_mean": [float("nan")] * 3}, "NaN or infinite .*image_mean"),
+        ({"rescale_factor": 0.0}, "the same everywhere .*rescale_factor 0.0"),
+    ],
+)
+def test_an_image_processor_that_makes_no_usable_pixels_is_refused(tmp_path, settings, message):
+    vision = parts.vision(tmp_path / "vision", "siglip")
+    update_json(f"{vision}/preprocessor_config.json", settings)
+    language = parts.language(tmp_path / "language")
+    with pytest.raises(ValueError, match=message):
+        build_checkpoint(vision, language, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+@pytest.mark.parametrize("setting", ["do_normalize", "do_rescale"])
+def test_an_image_processor_may_leave_out_a_step(setting):
+    image_processor = parts.image_processor("siglip")
+    setattr(image_processor, setting, False)
+    assert make_size_constant(image_processor) == (16, 16)
 
 
 def test_an_image_processor_that_also_counts_is_replaced_by_one_with_the_same_pixels():
