@@ -151,7 +151,7 @@ class Checkpoint:
             kwargs: Further arguments of `from_pretrained`.
 
         Raises:
-            ValueError: The files are damaged, or tensors are missing.
+            ValueError: The files are damaged, or tensors are missing or of other shapes.
             OSError: The Hub cannot be reached.
         """
         stored_bytes = self.weight_bytes  # reading this property checks the files
@@ -162,6 +162,7 @@ class Checkpoint:
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
+        kwargs["ignore_mismatched_sizes"] = True  # transformers' error names none: checked below
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
@@ -178,7 +179,7 @@ class Checkpoint:
         return model
 
     def _check_tensors(self, model: PreTrainedModel, loading_info: dict, is_part: bool) -> None:
-        """Raises ValueError if tensors are missing.
+        """Raises ValueError if tensors are missing, or have other shapes than the model's.
 
         Warns of tensors that are not read, unless the model is only a part of the checkpoint.
         """
@@ -197,6 +198,14 @@ class Checkpoint:
             raise ValueError(
                 f"{self.name} lacks {len(missing_names)} tensors of {class_name}: "
                 f"{', '.join(missing_names[:10])}. {remedy}".rstrip()
+            )
+        misfits = []
+        for tensor_name, stored_shape, model_shape in sorted(loading_info["mismatched_keys"]):
+            misfits.append(f"{tensor_name} {list(stored_shape)}, not {list(model_shape)}")
+        if misfits:
+            raise ValueError(
+                f"{self.name} has {len(misfits)} tensors of other shapes than its configuration "
+                f"says: {'; '.join(misfits[:10])}. {AGAIN}"
             )
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:

@@ -580,6 +580,23 @@ def test_tensors_that_a_part_does_not_read_give_no_warning(with_one_tensor_more,
     assert not caplog.messages
 
 
+def test_tensors_of_other_shapes_than_the_configuration_s_are_named(model_copy):
+    config_file = model_copy / "config.json"
+    config = json.loads(config_file.read_text())
+    inner_width = config["text_config"]["intermediate_size"]
+    config["text_config"]["intermediate_size"] = inner_width + 8
+    config_file.write_text(json.dumps(config))
+
+    opened = open_checkpoint(model_copy)
+    with pytest.raises(ValueError, match="of other shapes than its configuration says") as refusal:
+        opened.load()
+    message = str(refusal.value)
+    width = config["text_config"]["hidden_size"]
+    first_down = "model.language_model.layers.0.mlp.down_proj.weight"
+    assert f"{first_down} {[width, inner_width]}, not {[width, inner_width + 8]}" in message
+    assert "above report" not in message
+
+
 @pytest.mark.parametrize("lost_file", ["processor_config.json", "tokenizer.json"])
 def test_a_model_without_a_processor_is_loaded(opened, model_copy, lost_file):
     (model_copy / lost_file).unlink()
@@ -638,7 +655,8 @@ class OfItsOwnCode:
     @classmethod
     def from_pretrained(cls, name, **options):
         assert options["trust_remote_code"] is True
-        return tiny.model(), {"unexpected_keys": set(), "missing_keys": set()}
+        loading_info = {"unexpected_keys": set(), "missing_keys": set(), "mismatched_keys": set()}
+        return tiny.model(), loading_info
 
     @classmethod
     def from_config(cls, config, **options):
