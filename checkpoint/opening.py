@@ -117,6 +117,8 @@ class Checkpoint:
             with refuse_unreadable(f"The {kind} of {self.name}", remedy=remedy):
                 preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
+            if kind == "image processor" and isinstance(error, OSError):
+                self._check_image_processor_exists(remedy)
             for package in ("torchvision", "num2words"):
                 if package in str(error).lower():  # in several wordings
                     check_installed(package, "vision", f"The {kind} of {self.name}")
@@ -124,6 +126,15 @@ class Checkpoint:
         if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return preprocessor
+
+    def _check_image_processor_exists(self, remedy: str) -> None:
+        """Raises FileNotFoundError if a folder has no file that describes an image processor."""
+        folder = Path(self.name)
+        file_names = ("preprocessor_config.json", "processor_config.json")
+        if folder.is_dir() and not any((folder / name).exists() for name in file_names):
+            raise FileNotFoundError(
+                f"{folder} has no image processor: preprocessor_config.json is missing. {remedy}"
+            )
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -22,6 +22,7 @@ from paths import ROOT
 from safetensors.torch import save_file
 from stored import store, weights
 from transformers import (
+    AutoImageProcessor,
     AutoModel,
     AutoProcessor,
     AutoTokenizer,
@@ -493,6 +494,14 @@ def test_a_folder_with_only_a_tokenizer_has_no_processor(tmp_path):
     assert len(language_model.preprocessor(AutoTokenizer)) == len(tokenizer)
     with pytest.raises(ValueError, match="no processor for images.*AutoProcessor.from_pretrained"):
         language_model.preprocessor(AutoProcessor)
+
+
+def test_a_folder_without_an_image_processor_is_named_with_the_remedy(tmp_path):
+    vision = Path(tiny_parts.vision(tmp_path / "vision"))
+    (vision / "preprocessor_config.json").unlink()
+    message = "vision has no image processor: preprocessor_config.json is missing.*save_pretrained"
+    with pytest.raises(FileNotFoundError, match=message):
+        open_checkpoint(vision).preprocessor(AutoImageProcessor)
 
 
 @pytest.fixture
