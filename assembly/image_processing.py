@@ -46,17 +46,36 @@ def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProce
     with TemporaryDirectory() as folder:
         write_json(Path(folder, "preprocessor_config.json"), plain_settings)
         plain = AutoImageProcessor.from_pretrained(folder)
+    if not _make_same_pixels(image_processor, plain):
+        raise ValueError(
+            f"The image processor ({type(image_processor).__name__}) does more than resize and "
+            f"normalize a picture. {_remedy(image_processor)}"
+        )
+    return plain
+
+
+def _make_same_pixels(image_processor: BaseImageProcessor, plain: BaseImageProcessor) -> bool:
+    """Whether two image processors make the same pixels of a small picture and of a large one."""
     for width, height in ((97, 61), (610, 970)):
         pixels = image_processor(_picture(width, height), return_tensors="pt")["pixel_values"]
-        plain_pixels = plain(_picture(width, height), return_tensors="pt")["pixel_values"]
+        try:
+            plain_pixels = plain(_picture(width, height), return_tensors="pt")["pixel_values"]
+        except ValueError:  # a size that a plain image processor does not take
+            return False
         is_as_large = pixels.shape == plain_pixels.shape
         if not (is_as_large and torch.allclose(pixels, plain_pixels, atol=1e-4)):
-            raise ValueError(
-                f"The image processor ({type(image_processor).__name__}) does more than resize and "
-                "normalize a picture. Set it so that it does not, such as "
-                '"crop_to_patches": false in preprocessor_config.json.'
-            )
-    return plain
+            return False
+    return True
+
+
+def _remedy(image_processor: BaseImageProcessor) -> str:
+    """Says how to get an image processor that only resizes and normalizes."""
+    if getattr(image_processor, "crop_to_patches", False):
+        return 'Set "crop_to_patches": false in preprocessor_config.json.'
+    return (
+        "Save in the encoder's folder the image processor of an encoder of the same family that "
+        "makes one image of one size of every picture, such as SiglipImageProcessor for SigLIP."
+    )
 
 
 def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:

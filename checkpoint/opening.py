@@ -117,6 +117,8 @@ class Checkpoint:
             with refuse_unreadable(f"The {kind} of {self.name}", remedy=remedy):
                 preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
+            if kind == "image processor" and isinstance(error, OSError):
+                self._check_image_processor_exists(remedy)
             for package in ("torchvision", "num2words"):
                 if package in str(error).lower():  # in several wordings
                     check_installed(package, "vision", f"The {kind} of {self.name}")
@@ -124,6 +126,15 @@ class Checkpoint:
         if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return preprocessor
+
+    def _check_image_processor_exists(self, remedy: str) -> None:
+        """Raises FileNotFoundError if a folder has no file that describes an image processor."""
+        folder = Path(self.name)
+        file_names = ("preprocessor_config.json", "processor_config.json")
+        if folder.is_dir() and not any((folder / name).exists() for name in file_names):
+            raise FileNotFoundError(
+                f"{folder} has no image processor: preprocessor_config.json is missing. {remedy}"
+            )
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -151,7 +162,7 @@ class Checkpoint:
             kwargs: Further arguments of `from_pretrained`.
 
         Raises:
-            ValueError: The files are damaged, or tensors are missing.
+            ValueError: The files are damaged, or tensors are missing or of other shapes.
             OSError: The Hub cannot be reached.
         """
         stored_bytes = self.weight_bytes  # reading this property checks the files
@@ -162,6 +173,7 @@ class Checkpoint:
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
+        kwargs["ignore_mismatched_sizes"] = True  # transformers' error names none: checked below
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
@@ -178,7 +190,7 @@ class Checkpoint:
         return model
 
     def _check_tensors(self, model: PreTrainedModel, loading_info: dict, is_part: bool) -> None:
-        """Raises ValueError if tensors are missing.
+        """Raises ValueError if tensors are missing, or have other shapes than the model's.
 
         Warns of tensors that are not read, unless the model is only a part of the checkpoint.
         """
@@ -197,6 +209,14 @@ class Checkpoint:
             raise ValueError(
                 f"{self.name} lacks {len(missing_names)} tensors of {class_name}: "
                 f"{', '.join(missing_names[:10])}. {remedy}".rstrip()
+            )
+        misfits = []
+        for tensor_name, stored_shape, model_shape in sorted(loading_info["mismatched_keys"]):
+            misfits.append(f"{tensor_name} {list(stored_shape)}, not {list(model_shape)}")
+        if misfits:
+            raise ValueError(
+                f"{self.name} has {len(misfits)} tensors of other shapes than its configuration "
+                f"says: {'; '.join(misfits[:10])}. {AGAIN}"
             )
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:

@@ -111,7 +111,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | No
     """Reads `config.json`: as it is stored, and as an object. For an adapter it is empty and None.
 
     Raises:
-        ValueError: It is of another model, or a file of the checkpoint is not safe to read.
+        ValueError: It is of another model, its values do not fit it, or a file of the checkpoint is
+            not safe to read.
     """
     config_json = check_files(folder)
     if not config_json:
@@ -121,7 +122,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | No
         raise ValueError(
             f"{folder} is a {model_type!r} model. This command is for NormAlign-LLaVA only."
         )
-    return config_json, NormAlignLlavaConfig.from_dict(config_json)
+    with refuse_unreadable(f"The configuration of {folder}"):
+        # transformers decodes here what it wrote in a form of its own, such as infinite floats.
+        return config_json, NormAlignLlavaConfig.from_pretrained(folder)
 
 
 def read_json(file: Path) -> dict[str, Any]:

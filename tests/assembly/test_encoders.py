@@ -474,5 +474,21 @@ def test_an_image_processor_that_also_counts_is_replaced_by_one_with_the_same_pi
     clip = parts.image_processor("clip")
     assert plain_image_processor(clip) is clip
     cropping = transformers.GotOcr2ImageProcessor(size=SQUARE, crop_to_patches=True)
-    with pytest.raises(ValueError, match="GotOcr2.* does more than resize"):
+    with pytest.raises(ValueError, match="GotOcr2.* does more than resize.* Set .crop_to_patches"):
         plain_image_processor(cropping)
+
+
+OF_SEVERAL_SIZES = [
+    "Siglip2ImageProcessor",
+    "Qwen2VLImageProcessor",
+    "LlavaNextImageProcessor",
+    "PixtralImageProcessor",  # a plain image processor does not take its size
+]
+
+
+@pytest.mark.parametrize("processor_name", OF_SEVERAL_SIZES)
+def test_an_image_processor_of_crops_or_many_sizes_has_a_remedy_that_applies(processor_name):
+    image_processor = getattr(transformers, processor_name)()
+    with pytest.raises(ValueError, match="does more than resize.* of the same family") as refusal:
+        plain_image_processor(image_processor)
+    assert "crop_to_patches" not in str(refusal.value)

@@ -22,6 +22,7 @@ from paths import ROOT
 from safetensors.torch import save_file
 from stored import store, weights
 from transformers import (
+    AutoImageProcessor,
     AutoModel,
     AutoProcessor,
     AutoTokenizer,
@@ -495,6 +496,14 @@ def test_a_folder_with_only_a_tokenizer_has_no_processor(tmp_path):
         language_model.preprocessor(AutoProcessor)
 
 
+def test_a_folder_without_an_image_processor_is_named_with_the_remedy(tmp_path):
+    vision = Path(tiny_parts.vision(tmp_path / "vision"))
+    (vision / "preprocessor_config.json").unlink()
+    message = "vision has no image processor: preprocessor_config.json is missing.*save_pretrained"
+    with pytest.raises(FileNotFoundError, match=message):
+        open_checkpoint(vision).preprocessor(AutoImageProcessor)
+
+
 @pytest.fixture
 def logs_of_info():
     """transformers logs what is of level INFO, in this test only."""
@@ -580,6 +589,23 @@ def test_tensors_that_a_part_does_not_read_give_no_warning(with_one_tensor_more,
     assert not caplog.messages
 
 
+def test_tensors_of_other_shapes_than_the_configuration_s_are_named(model_copy):
+    config_file = model_copy / "config.json"
+    config = json.loads(config_file.read_text())
+    inner_width = config["text_config"]["intermediate_size"]
+    config["text_config"]["intermediate_size"] = inner_width + 8
+    config_file.write_text(json.dumps(config))
+
+    opened = open_checkpoint(model_copy)
+    with pytest.raises(ValueError, match="of other shapes than its configuration says") as refusal:
+        opened.load()
+    message = str(refusal.value)
+    width = config["text_config"]["hidden_size"]
+    first_down = "model.language_model.layers.0.mlp.down_proj.weight"
+    assert f"{first_down} {[width, inner_width]}, not {[width, inner_width + 8]}" in message
+    assert "above report" not in message
+
+
 @pytest.mark.parametrize("lost_file", ["processor_config.json", "tokenizer.json"])
 def test_a_model_without_a_processor_is_loaded(opened, model_copy, lost_file):
     (model_copy / lost_file).unlink()
@@ -638,7 +664,8 @@ class OfItsOwnCode:
     @classmethod
     def from_pretrained(cls, name, **options):
         assert options["trust_remote_code"] is True
-        return tiny.model(), {"unexpected_keys": set(), "missing_keys": set()}
+        loading_info = {"unexpected_keys": set(), "missing_keys": set(), "mismatched_keys": set()}
+        return tiny.model(), loading_info
 
     @classmethod
     def from_config(cls, config, **options):

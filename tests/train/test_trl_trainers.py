@@ -14,6 +14,7 @@ import training
 import trl
 from datasets import Dataset
 from paths import ROOT
+from peft import AutoPeftModelForCausalLM
 from PIL import Image
 from training import assert_equal, moved, weights
 from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
@@ -186,6 +187,12 @@ def page_folder(tmp_path, checkpoint, monkeypatch):
     (tmp_path / "my-model").symlink_to(checkpoint)
     image(0).save("kite.png")
     return tmp_path
+
+
+def test_the_adapter_of_the_page_s_first_example_is_loaded_by_peft(page_folder):
+    run_example(blocks("python")[0])
+    model = AutoPeftModelForCausalLM.from_pretrained("my-model-lora", trust_remote_code=True)
+    assert model.get_base_model().config.model_type == "normalign_llava"
 
 
 def test_the_page_s_first_example_runs_as_printed(page_folder, checkpoint):
