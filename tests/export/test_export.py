@@ -227,6 +227,32 @@ def test_an_adapter_that_cannot_be_exported_is_refused_before_it_is_merged(tmp_p
     assert not (tmp_path / "gguf").exists()
 
 
+def test_a_checkpoint_that_bitsandbytes_quantized_is_refused_and_leaves_nothing(tmp_path, exported):
+    pytest.importorskip("bitsandbytes")
+    checkpoint, _, _ = exported
+    quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
+    )
+    quantized.save_pretrained(tmp_path / "quantized")
+    transformers.AutoProcessor.from_pretrained(checkpoint).save_pretrained(tmp_path / "quantized")
+    with pytest.raises(ValueError, match=r"stored quantized \(bitsandbytes\).* before it is quan"):
+        export_gguf(tmp_path / "quantized", tmp_path / "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["quantized"]
+
+
+def test_an_adapter_of_a_base_that_training_quantized_is_merged_to_full_precision(
+    tmp_path, exported
+):
+    pytest.importorskip("bitsandbytes")
+    checkpoint, _, _ = exported
+    quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    make_adapter(checkpoint, tmp_path / "adapter", quantization)
+    report = export_gguf(tmp_path / "adapter", tmp_path / "gguf")
+    assert (tmp_path / "gguf" / report.vision_file).is_file()
+    merged_config = (tmp_path / "gguf" / "merged" / "config.json").read_text()
+    assert "quantization_config" not in merged_config
+
+
 SCRIPT = """
 import sys
 folder, option, file = sys.argv[1:4]

@@ -52,6 +52,17 @@ def test_only_siglip_is_in_llama_cpp_and_class_tokens_are_named(name):
         assert reason in refusal(model_config)
 
 
+@pytest.mark.parametrize("part_name", ["text_config", None])
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+def test_stored_quantized_weights_are_refused(part_name, method):
+    model_config = config()
+    part = getattr(model_config, part_name) if part_name else model_config
+    part.quantization_config = {"quant_method": method}
+    message = refusal(model_config)
+    assert f"its weights are stored quantized ({method})" in message
+    assert "Export the checkpoint before it is quantized" in message
+
+
 def test_an_rms_norm_is_refused():
     message = refusal(config(projector_norm="rms_norm"))
     assert "its norm is an RMSNorm" in message
