@@ -19,6 +19,7 @@ from ..console import Printed
 from ..errors import check_installed
 from ..keywords import takes_fields
 from .ollama import modelfile
+from .record import write_export_record
 from .requirements import check_exportable
 from .resizing import describe_resizing
 from .text import SCRIPT, find_script, script_command, write_text
@@ -80,7 +81,8 @@ def export_gguf(options: ExportOptions) -> ExportReport:
 
     `mmproj-NAME.gguf` has the vision encoder up to the layer that is read, projector and norm.
     llama.cpp's own script writes the language model to `NAME.gguf`. `Modelfile` names both for
-    Ollama, with chat template and stop tokens. An adapter is merged first.
+    Ollama, with chat template and stop tokens. `export.json` has the hash of the weights, for
+    `normalign publish`. An adapter is merged first.
 
     Args:
         model: A checkpoint's folder or Hub id, or an adapter's folder.
@@ -121,6 +123,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
     with finished_folder(output) as folder:
         checkpoint = _open_or_merge(options, folder / MERGED)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
+        write_export_record(folder, checkpoint)
         if script:
             write_text(script, checkpoint, folder / text_file, text_type)
             shutil.rmtree(folder / MERGED, ignore_errors=True)

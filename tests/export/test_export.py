@@ -194,7 +194,11 @@ def test_the_report_has_what_to_run_next(exported):
         f"ollama create kite -f {folder}/Modelfile",
     ]
     assert report.resizing == "stretched, as in training"
-    assert {file.name for file in folder.iterdir()} == {"mmproj-kite.gguf", "Modelfile"}
+    assert {file.name for file in folder.iterdir()} == {
+        "mmproj-kite.gguf",
+        "Modelfile",
+        "export.json",
+    }
 
 
 def test_an_adapter_is_merged_on_the_way(tmp_path, exported):

@@ -1,10 +1,16 @@
 """GGUF files of `normalign export` in a card and on the Hub."""
 
+import shutil
+
 import gguf
 import numpy as np
 import pytest
+import stored
+import tiny_parts
 from huggingface_hub import ModelCard
 
+from normalign_llava import build_checkpoint
+from normalign_llava.export.run import export_gguf
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.push.publish import publish
 
@@ -124,6 +130,36 @@ def test_a_local_path_in_a_gguf_file_is_refused(exported):
     write_gguf(exported / "gguf" / "kite.gguf", 1, description=f"made in {exported}")
     with pytest.raises(ValueError, match="gguf/kite.gguf, line 1: a local path"):
         planned(exported, gguf=True)
+
+
+@pytest.fixture(scope="module")
+def with_its_gguf(tmp_path_factory):
+    """A checkpoint, with the vision part that `normalign export` wrote and a text part."""
+    folder = tmp_path_factory.mktemp("exported")
+    vision = tiny_parts.siglip(
+        folder / "siglip", 28, hidden_size=64, intermediate_size=96, num_hidden_layers=3
+    )
+    language = tiny_parts.language(folder / "language")
+    build_checkpoint(vision, language, folder / "kite")
+    export_gguf(folder / "kite", folder / "kite" / "gguf")
+    write_gguf(folder / "kite" / "gguf" / "kite.gguf", 4)
+    return folder / "kite"
+
+
+def test_gguf_files_of_these_weights_are_published_without_their_record(with_its_gguf):
+    source = planned(with_its_gguf, gguf=True)
+    assert source.files.keys() >= {"gguf/kite.gguf", "gguf/mmproj-kite.gguf", "gguf/Modelfile"}
+    assert "gguf/export.json" in source.excluded
+
+
+def test_gguf_files_of_other_weights_are_refused(with_its_gguf, tmp_path):
+    trained = shutil.copytree(with_its_gguf, tmp_path / "kite")
+    tensors = stored.weights(trained)
+    tensors["model.multi_modal_projector.norm.weight"] *= 1.5
+    stored.store(trained, tensors)
+    with pytest.raises(ValueError, match="kite/gguf was exported from other weights than .*again"):
+        planned(trained, gguf=True)
+    assert "gguf/kite.gguf" in planned(trained).excluded
 
 
 @pytest.mark.parametrize("content", ["zeros", "too short", "no tensors"])
