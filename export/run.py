@@ -119,7 +119,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
         raise ValueError(f"name must be a file's name without spaces, got {name!r}.")
     vision_file = f"mmproj-{name}.gguf"
     text_file = f"{name}.gguf"
-    output = Path(options.output)
+    output = Path(os.path.expanduser(options.output))
     with finished_folder(output) as folder:
         checkpoint = _open_or_merge(options, folder / MERGED)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
