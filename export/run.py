@@ -14,7 +14,7 @@ from ..assembly.adapter import open_adapter
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import ADAPTER_CONFIG, finished_folder
 from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import torch_dtype
+from ..checkpoint.precision import HALVES
 from ..console import Printed
 from ..errors import check_installed
 from ..keywords import takes_fields
@@ -25,6 +25,7 @@ from .resizing import describe_resizing
 from .text import SCRIPT, find_script, script_command, write_text
 
 
+TOWER_DTYPES = {**HALVES, "float32": torch.float32}
 TEXT_TYPES = ("f16", "bf16", "f32", "q8_0")
 MERGED = "merged"
 MODELFILE = "Modelfile"
@@ -104,9 +105,10 @@ def export_gguf(options: ExportOptions) -> ExportReport:
     check_installed("gguf", "export", "`normalign export`")
     from .mmproj import write_mmproj
 
-    tower_dtype = torch_dtype(options.dtype)
-    if not isinstance(tower_dtype, torch.dtype):
-        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {options.dtype!r}.")
+    tower_dtype = TOWER_DTYPES.get(str(options.dtype).removeprefix("torch."))
+    if tower_dtype is None:
+        allowed = ", ".join(TOWER_DTYPES)
+        raise ValueError(f"dtype must be one of {allowed}, got {options.dtype!r}.")
     text_type = options.text_type
     if text_type not in TEXT_TYPES:
         raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")

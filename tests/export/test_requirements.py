@@ -2,6 +2,7 @@ import pytest
 import tiny
 import tiny_encoders
 import tiny_parts
+import torch
 import transformers
 
 from normalign_llava import build_checkpoint
@@ -128,7 +129,9 @@ def test_a_refused_model_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"dtype": "auto"}, "dtype must be float16, bfloat16 or float32, got 'auto'"),
+        ({"dtype": "auto"}, "dtype must be one of bfloat16, float16, float32, got 'auto'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"dtype": torch.int8}, "dtype must be one of bfloat16, float16, float32, got torch.int8"),
         ({"text_type": "q4_k_m"}, "text_type must be one of f16, bf16, f32, q8_0, got 'q4_k_m'"),
         ({"name": "a/b"}, "name must be a file's name without spaces, got 'a/b'"),
         ({"llama_cpp": "nowhere"}, "nowhere has no convert_hf_to_gguf.py"),
