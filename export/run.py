@@ -118,7 +118,10 @@ def export_gguf(options: ExportOptions) -> ExportReport:
     source = Path(os.path.expanduser(options.model))
     name = options.name or source.resolve().name
     if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"name must be a file's name without spaces, got {name!r}.")
+        raise ValueError(
+            f"name must be a file's name without spaces, got {name!r}. Give one with --name "
+            "(name=...)."
+        )
     vision_file = f"mmproj-{name}.gguf"
     text_file = f"{name}.gguf"
     output = Path(os.path.expanduser(options.output))

@@ -140,3 +140,9 @@ def test_a_refused_model_leaves_nothing_behind(tmp_path):
 def test_bad_options_are_refused_before_a_model_is_opened(tmp_path, options, problem):
     with pytest.raises(ValueError, match=problem):
         export_gguf(tmp_path / "no-model", tmp_path / "gguf", **options)
+
+
+def test_a_folder_whose_name_has_a_space_needs_the_option_name(tmp_path):
+    problem = r"without spaces, got 'my model'. Give one with --name \(name=...\)"
+    with pytest.raises(ValueError, match=problem):
+        export_gguf(tmp_path / "my model", tmp_path / "gguf")
