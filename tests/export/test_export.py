@@ -1,3 +1,4 @@
+import resource
 import shutil
 
 import gguf
@@ -12,6 +13,7 @@ from llama_server import LlamaServer, answer_here, largest_difference
 from PIL import Image
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.errors import NotWritable
 from normalign_llava.export.run import export_gguf
 
 
@@ -255,6 +257,18 @@ def test_an_adapter_of_a_base_that_training_quantized_is_merged_to_full_precisio
     assert (tmp_path / "gguf" / report.vision_file).is_file()
     merged_config = (tmp_path / "gguf" / "merged" / "config.json").read_text()
     assert "quantization_config" not in merged_config
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, exported):
+    checkpoint, _, _ = exported
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(NotWritable, match=rf"{tmp_path} cannot be written to: .* Make room"):
+            export_gguf(checkpoint, tmp_path / "gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 SCRIPT = """
