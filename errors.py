@@ -22,7 +22,10 @@ TRACEBACK = "NORMALIGN_TRACEBACK"
 """If this variable is 1 in the environment, errors are printed with their traceback."""
 
 _NO_SPACE_NUMBERS = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
-_TORCH_WRITE_FAILED = "PytorchStreamWriter failed writing|inline_container.*unexpected pos"
+_CUT_OFF = (
+    "PytorchStreamWriter failed writing|inline_container.*unexpected pos"  # torch.save
+    r"|\d+ requested and \d+ written"  # numpy's tofile, by which gguf writes tensors
+)
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
@@ -143,8 +146,8 @@ def write_failure(error: BaseException | None) -> str | None:
     full_disk = re.search(rf"(?:\[Errno |\(os error )({_NO_SPACE_NUMBERS})\b", traceback_text)
     if full_disk:
         return os.strerror(int(full_disk[1]))
-    if re.search(_TORCH_WRITE_FAILED, traceback_text):
-        return "a file could not be written to its end"  # torch.save gives no reason
+    if re.search(_CUT_OFF, traceback_text):
+        return "a file could not be written to its end"  # these libraries give no reason
     return None
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that take the fields of a dataclass as their arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import ParamSpec, TypeVar
@@ -18,20 +19,41 @@ def takes_fields(
     """Makes the fields of a dataclass the arguments of a function that is given its instance.
 
     Type checkers, editors and `help` see each field as an argument, with type and default. An
-    argument that is not a field raises TypeError.
+    argument that is not a field raises TypeError, with the name of the function and of a field that
+    is spelled alike.
 
     Args:
         options_type: The dataclass. Fields after `KW_ONLY` are given by name.
     """
 
     def decorator(function: Callable[[Options], Result]) -> Callable[Fields, Result]:
+        fields_as_arguments = signature(options_type)
+
         @wraps(function)
         def wrapper(*arguments: Fields.args, **keywords: Fields.kwargs) -> Result:
+            _check_keywords(function.__name__, keywords, fields_as_arguments.parameters)
+            try:
+                fields_as_arguments.bind(*arguments, **keywords)
+            except TypeError as error:  # a field is missing, or given twice
+                raise TypeError(f"{function.__name__}(): {error}") from None
             return function(options_type(*arguments, **keywords))
 
         returned = signature(function).return_annotation
-        fields_as_arguments = signature(options_type).replace(return_annotation=returned)
-        wrapper.__signature__ = fields_as_arguments  # type: ignore[attr-defined]
+        own_signature = fields_as_arguments.replace(return_annotation=returned)
+        wrapper.__signature__ = own_signature  # type: ignore[attr-defined]
         return wrapper
 
     return decorator
+
+
+def _check_keywords(function_name: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that a function does not have."""
+    names = list(allowed)
+    for keyword in given:
+        if keyword in names:
+            continue
+        message = f"{function_name}() got an unexpected keyword argument {keyword!r}."
+        alike = get_close_matches(keyword, names, n=1)
+        if alike:
+            message += f" Did you mean {alike[0]!r}?"
+        raise TypeError(message)

@@ -164,8 +164,9 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
             "select_strategy is 'default', 'full' or None for the one that fits the encoder, got "
             f"{options.select_strategy!r}."
         )
-    check_not_in_run(Path(options.output))
-    with finished_folder(options.output) as folder:
+    output = Path(os.path.expanduser(options.output))
+    check_not_in_run(output)
+    with finished_folder(output) as folder:
         vision_part = open_checkpoint(options.vision)
         language_part = open_checkpoint(options.language)
         encoder = require_vision_config(vision_part)
@@ -197,7 +198,7 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
         )
         model = assemble(config, tower, language_model, logits)
         built = _Built(model, processor, layout, vision_part, language_part, options.arm, has_marks)
-        return _align_norm_and_save(built, folder, options.output)
+        return _align_norm_and_save(built, folder, output)
 
 
 def retrofit_checkpoint(
@@ -220,7 +221,8 @@ def retrofit_checkpoint(
     """
     norm_settings = _check_arm(arm, norm)
     loaded_dtype = torch_dtype(dtype)
-    check_not_in_run(Path(output))
+    output = Path(os.path.expanduser(output))
+    check_not_in_run(output)
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
         if opened.model_type != "llava":
@@ -291,7 +293,7 @@ class _Built:
     has_marks: bool
 
 
-def _align_norm_and_save(built: _Built, folder: Path, output: str | os.PathLike) -> BuildReport:
+def _align_norm_and_save(built: _Built, folder: Path, output: Path) -> BuildReport:
     """Aligns the norm, sets how answers are generated, and writes the checkpoint into a folder."""
     model = built.model
     _warn_of_chat_template(built)

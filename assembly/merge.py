@@ -107,9 +107,10 @@ def merge_adapter(
         ImportError: If bitsandbytes is missing.
         OSError: If the base cannot be fetched, or the checkpoint cannot be written.
     """
-    adapter = Path(adapter)
+    adapter = Path(os.path.expanduser(adapter))
+    output = Path(os.path.expanduser(output))
     dtype = torch_dtype(dtype)
-    check_not_in_run(Path(output))
+    check_not_in_run(output)
     with finished_folder(output) as folder:
         check_settings(adapter, read_peft_config(adapter))
         opened_adapter = open_adapter(adapter, base, base_quantization)
@@ -123,7 +124,7 @@ def merge_adapter(
         if dtype == "auto":
             dtype = opened_adapter.config.dtype or base_tensors.dtype
         merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
-        check_space(Path(output), size_of(merged_tensors.layout), "Make room, or write elsewhere.")
+        check_space(output, size_of(merged_tensors.layout), "Make room, or write elsewhere.")
         linked_files = _files_to_link(opened_base, base_tensors, merged_tensors, dtype)
         _set_generation(merged_tensors.model, opened_adapter)
         console = Console(stderr=True)

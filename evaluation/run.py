@@ -200,6 +200,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     output = options.output
     if output is None:
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
+    output = Path(os.path.expanduser(output))
     with lock_folder(output):
         (output / EVALUATION).mkdir(exist_ok=True)
     results = _read_reusable_results(output, chosen, manager, key)

@@ -40,7 +40,8 @@ def check_exportable(name: str, config: PreTrainedConfig, image_processor: Any) 
             "LLaVA. For others, use llama.cpp's own convert_hf_to_gguf.py."
         )
     problem = (
-        _tower_problem(config)
+        _quantization_problem(config)
+        or _tower_problem(config)
         or _projector_problem(config)
         or _language_problem(config)
         or _processor_problem(image_processor, config.vision_config)
@@ -56,6 +57,19 @@ def feature_layers(config: PreTrainedConfig) -> list[int]:
         given_layers = [given_layers]
     hidden_states = config.vision_config.num_hidden_layers + 1
     return [layer % hidden_states for layer in given_layers]
+
+
+def _quantization_problem(config: PreTrainedConfig) -> str | None:
+    for part in (config, config.text_config, config.vision_config):
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            method = settings.get("quant_method", "by an unknown method")
+            return (
+                f"its weights are stored quantized ({method}), and llama.cpp's script needs them "
+                "in full precision. Export the checkpoint before it is quantized. For an adapter, "
+                "give that checkpoint with --base, and --base-quantization."
+            )
+    return None
 
 
 def _tower_problem(config: PreTrainedConfig) -> str | None:

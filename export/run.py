@@ -14,16 +14,18 @@ from ..assembly.adapter import open_adapter
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import ADAPTER_CONFIG, finished_folder
 from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import torch_dtype
+from ..checkpoint.precision import HALVES
 from ..console import Printed
 from ..errors import check_installed
 from ..keywords import takes_fields
 from .ollama import modelfile
+from .record import write_export_record
 from .requirements import check_exportable
 from .resizing import describe_resizing
 from .text import SCRIPT, find_script, script_command, write_text
 
 
+TOWER_DTYPES = {**HALVES, "float32": torch.float32}
 TEXT_TYPES = ("f16", "bf16", "f32", "q8_0")
 MERGED = "merged"
 MODELFILE = "Modelfile"
@@ -80,7 +82,8 @@ def export_gguf(options: ExportOptions) -> ExportReport:
 
     `mmproj-NAME.gguf` has the vision encoder up to the layer that is read, projector and norm.
     llama.cpp's own script writes the language model to `NAME.gguf`. `Modelfile` names both for
-    Ollama, with chat template and stop tokens. An adapter is merged first.
+    Ollama, with chat template and stop tokens. `export.json` has the hash of the weights, for
+    `normalign publish`. An adapter is merged first.
 
     Args:
         model: A checkpoint's folder or Hub id, or an adapter's folder.
@@ -102,9 +105,10 @@ def export_gguf(options: ExportOptions) -> ExportReport:
     check_installed("gguf", "export", "`normalign export`")
     from .mmproj import write_mmproj
 
-    tower_dtype = torch_dtype(options.dtype)
-    if not isinstance(tower_dtype, torch.dtype):
-        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {options.dtype!r}.")
+    tower_dtype = TOWER_DTYPES.get(str(options.dtype).removeprefix("torch."))
+    if tower_dtype is None:
+        allowed = ", ".join(TOWER_DTYPES)
+        raise ValueError(f"dtype must be one of {allowed}, got {options.dtype!r}.")
     text_type = options.text_type
     if text_type not in TEXT_TYPES:
         raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")
@@ -114,13 +118,17 @@ def export_gguf(options: ExportOptions) -> ExportReport:
     source = Path(os.path.expanduser(options.model))
     name = options.name or source.resolve().name
     if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"name must be a file's name without spaces, got {name!r}.")
+        raise ValueError(
+            f"name must be a file's name without spaces, got {name!r}. Give one with --name "
+            "(name=...)."
+        )
     vision_file = f"mmproj-{name}.gguf"
     text_file = f"{name}.gguf"
-    output = Path(options.output)
+    output = Path(os.path.expanduser(options.output))
     with finished_folder(output) as folder:
         checkpoint = _open_or_merge(options, folder / MERGED)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
+        write_export_record(folder, checkpoint)
         if script:
             write_text(script, checkpoint, folder / text_file, text_type)
             shutil.rmtree(folder / MERGED, ignore_errors=True)

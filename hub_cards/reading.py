@@ -44,6 +44,12 @@ def gguf_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.gguf"), *folder.glob(f"{GGUF}/*.gguf")])
 
 
+def models_of(modelfile: Path) -> list[str]:
+    """Returns the files or models that a Modelfile names."""
+    lines = modelfile.read_text("utf-8", "replace").splitlines()
+    return [line.removeprefix("FROM ").strip() for line in lines if line.startswith("FROM ")]
+
+
 def complete_modelfile(folder: Path) -> str | None:
     """Returns the path of the Modelfile in a checkpoint folder, or in its folder `gguf`.
 
@@ -53,8 +59,7 @@ def complete_modelfile(folder: Path) -> str | None:
     for file in (folder / GGUF / MODELFILE, folder / MODELFILE):
         if not file.is_file():
             continue
-        lines = file.read_text("utf-8", "replace").splitlines()
-        names = [line.removeprefix("FROM ").strip() for line in lines if line.startswith("FROM ")]
+        names = models_of(file)
         if names and all((file.parent / name).is_file() for name in names):
             return file.relative_to(folder).as_posix()
     return None

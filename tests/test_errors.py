@@ -365,6 +365,7 @@ FOLDER = Path("/data/run")
             "a fi",
         ),
         (RuntimeError("PytorchStreamWriter failed writing file data/0"), "a file could not be wri"),
+        (OSError("589824 requested and 154048 written"), "a file could not be written to its end"),
         (os_error(errno.EACCES, FOLDER / "config.json"), os.strerror(errno.EACCES)),
         (os_error(errno.EROFS, FOLDER), os.strerror(errno.EROFS)),
         (os_error(errno.EPERM, FOLDER / "a" / "b"), os.strerror(errno.EPERM)),

@@ -54,8 +54,31 @@ def test_help_shows_and_explains_each_option(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=function_name)
 def test_an_unknown_option_is_named(function):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nane'"):
-        function("a", "b", nane="c")
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'xyz'.$"):
+        function("a", "b", xyz="c")
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "right"),
+    [(export_gguf, "dtpye", "dtype"), (build_checkpoint, "chat_tempate", "chat_template")],
+)
+def test_an_option_that_is_spelled_alike_is_named(function, wrong, right):
+    with pytest.raises(TypeError, match=rf"argument '{wrong}'. Did you mean '{right}'\?$"):
+        function("a", "b", **{wrong: "c"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "problem"),
+    [
+        (("a",), {}, "missing a required argument: 'output'"),
+        (("a", "b", "c"), {}, "too many positional arguments"),
+        (("a", "b"), {"model": "c"}, "multiple values for argument 'model'"),
+    ],
+)
+def test_the_function_is_named_if_an_argument_is_missing_or_too_many(arguments, keywords, problem):
+    with pytest.raises(TypeError, match=rf"^export_gguf\(\): {problem}$"):
+        export_gguf(*arguments, **keywords)
 
 
 QUICK = """

@@ -22,6 +22,7 @@ from ..demo import push_space, require_own_space
 from ..reading import DIAGNOSTICS, GGUF, gguf_files, read_json
 from .checks import check_checkpoint, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
+from .gguf_checks import check_gguf
 from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files
@@ -160,7 +161,7 @@ def publish(options: PublishOptions) -> Publication:
 
 
 def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) -> None:
-    """Raises ValueError if options contradict each other or the checkpoint."""
+    """Raises ValueError if options contradict each other or the checkpoint's files."""
     adapter_options = options.as_adapter or options.base or options.base_quantization
     if adapter_options and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
@@ -170,6 +171,8 @@ def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) 
             command = f"normalign export {checkpoint} --output {checkpoint / GGUF}"
             remedy = f"Write them first: `{command}`."
         raise ValueError(f"{checkpoint} has no GGUF files that can be published. {remedy}")
+    if options.gguf:
+        check_gguf(checkpoint)
     if options.space and (options.create_pr or options.as_adapter):
         remedy = "Leave out --space, or --create-pr and --adapter"
         raise ValueError(f"A Space needs a published whole model. {remedy}.")

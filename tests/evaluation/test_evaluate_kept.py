@@ -211,6 +211,17 @@ def test_results_of_a_model_of_the_hub_are_written_where_the_command_is_run(
     assert result.settings["files"] is None
 
 
+@pytest.mark.usefixtures("tasks_run")
+def test_results_are_written_to_a_folder_in_the_home_folder(
+    model_folder, tasks, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tasks)
+    evaluated = evaluate_tasks(model_folder, tasks, "tiny_choosing", output="~/results")
+    assert evaluated.file == tmp_path / "results" / "evaluation" / "summary.json"
+    assert not (tasks / "~").exists()
+
+
 def test_what_opens_the_model_is_told_of_code_and_of_the_base(monkeypatch):
     received_options = {}
 

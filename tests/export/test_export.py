@@ -1,3 +1,4 @@
+import resource
 import shutil
 
 import gguf
@@ -12,6 +13,7 @@ from llama_server import LlamaServer, answer_here, largest_difference
 from PIL import Image
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.errors import NotWritable
 from normalign_llava.export.run import export_gguf
 
 
@@ -194,7 +196,11 @@ def test_the_report_has_what_to_run_next(exported):
         f"ollama create kite -f {folder}/Modelfile",
     ]
     assert report.resizing == "stretched, as in training"
-    assert {file.name for file in folder.iterdir()} == {"mmproj-kite.gguf", "Modelfile"}
+    assert {file.name for file in folder.iterdir()} == {
+        "mmproj-kite.gguf",
+        "Modelfile",
+        "export.json",
+    }
 
 
 def test_an_adapter_is_merged_on_the_way(tmp_path, exported):
@@ -225,6 +231,44 @@ def test_an_adapter_that_cannot_be_exported_is_refused_before_it_is_merged(tmp_p
     with pytest.raises(ValueError, match="adapter cannot be exported .* has a class token"):
         export_gguf(tmp_path / "adapter", tmp_path / "gguf")
     assert not (tmp_path / "gguf").exists()
+
+
+def test_a_checkpoint_that_bitsandbytes_quantized_is_refused_and_leaves_nothing(tmp_path, exported):
+    pytest.importorskip("bitsandbytes")
+    checkpoint, _, _ = exported
+    quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
+    )
+    quantized.save_pretrained(tmp_path / "quantized")
+    transformers.AutoProcessor.from_pretrained(checkpoint).save_pretrained(tmp_path / "quantized")
+    with pytest.raises(ValueError, match=r"stored quantized \(bitsandbytes\).* before it is quan"):
+        export_gguf(tmp_path / "quantized", tmp_path / "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["quantized"]
+
+
+def test_an_adapter_of_a_base_that_training_quantized_is_merged_to_full_precision(
+    tmp_path, exported
+):
+    pytest.importorskip("bitsandbytes")
+    checkpoint, _, _ = exported
+    quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    make_adapter(checkpoint, tmp_path / "adapter", quantization)
+    report = export_gguf(tmp_path / "adapter", tmp_path / "gguf")
+    assert (tmp_path / "gguf" / report.vision_file).is_file()
+    merged_config = (tmp_path / "gguf" / "merged" / "config.json").read_text()
+    assert "quantization_config" not in merged_config
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, exported):
+    checkpoint, _, _ = exported
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(NotWritable, match=rf"{tmp_path} cannot be written to: .* Make room"):
+            export_gguf(checkpoint, tmp_path / "gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 SCRIPT = """

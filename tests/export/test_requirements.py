@@ -2,6 +2,7 @@ import pytest
 import tiny
 import tiny_encoders
 import tiny_parts
+import torch
 import transformers
 
 from normalign_llava import build_checkpoint
@@ -50,6 +51,17 @@ def test_only_siglip_is_in_llama_cpp_and_class_tokens_are_named(name):
     else:  # I-JEPA, AIMv2
         reason = f"has no vision encoder of type {kind.model_type}. Train with SigLIP"
         assert reason in refusal(model_config)
+
+
+@pytest.mark.parametrize("part_name", ["text_config", None])
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+def test_stored_quantized_weights_are_refused(part_name, method):
+    model_config = config()
+    part = getattr(model_config, part_name) if part_name else model_config
+    part.quantization_config = {"quant_method": method}
+    message = refusal(model_config)
+    assert f"its weights are stored quantized ({method})" in message
+    assert "Export the checkpoint before it is quantized" in message
 
 
 def test_an_rms_norm_is_refused():
@@ -117,7 +129,9 @@ def test_a_refused_model_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"dtype": "auto"}, "dtype must be float16, bfloat16 or float32, got 'auto'"),
+        ({"dtype": "auto"}, "dtype must be one of bfloat16, float16, float32, got 'auto'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"dtype": torch.int8}, "dtype must be one of bfloat16, float16, float32, got torch.int8"),
         ({"text_type": "q4_k_m"}, "text_type must be one of f16, bf16, f32, q8_0, got 'q4_k_m'"),
         ({"name": "a/b"}, "name must be a file's name without spaces, got 'a/b'"),
         ({"llama_cpp": "nowhere"}, "nowhere has no convert_hf_to_gguf.py"),
@@ -126,3 +140,9 @@ def test_a_refused_model_leaves_nothing_behind(tmp_path):
 def test_bad_options_are_refused_before_a_model_is_opened(tmp_path, options, problem):
     with pytest.raises(ValueError, match=problem):
         export_gguf(tmp_path / "no-model", tmp_path / "gguf", **options)
+
+
+def test_a_folder_whose_name_has_a_space_needs_the_option_name(tmp_path):
+    problem = r"without spaces, got 'my model'. Give one with --name \(name=...\)"
+    with pytest.raises(ValueError, match=problem):
+        export_gguf(tmp_path / "my model", tmp_path / "gguf")

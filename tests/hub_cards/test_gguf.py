@@ -1,25 +1,43 @@
 """GGUF files of `normalign export` in a card and on the Hub."""
 
+import shutil
+
+import gguf
+import numpy as np
 import pytest
+import stored
+import tiny_parts
 from huggingface_hub import ModelCard
 
+from normalign_llava import build_checkpoint
+from normalign_llava.export.run import export_gguf
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.push.publish import publish
 
 
-FILES = {
-    "gguf/mmproj-kite.gguf": b"GGUF" * 2**19,
-    "gguf/kite.gguf": b"GGUF" * 2**20,
-    "gguf/Modelfile": b"FROM ./kite.gguf\nFROM ./mmproj-kite.gguf\n",
-    "other.gguf": b"GGUF",
-}
+SIZES = {"gguf/mmproj-kite.gguf": 2**19, "gguf/kite.gguf": 2**20, "other.gguf": 1}
+"""Numbers in the tensor of each GGUF file, in float32."""
+FILES = {*SIZES, "gguf/Modelfile"}
+
+
+def write_gguf(file, size, description=None):
+    writer = gguf.GGUFWriter(file, "qwen2")
+    if description:
+        writer.add_description(description)
+    if size:
+        writer.add_tensor("token_embd.weight", np.ones(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.fixture
 def exported(folder):
     (folder / "gguf").mkdir()
-    for path, content in FILES.items():
-        (folder / path).write_bytes(content)
+    for path, size in SIZES.items():
+        write_gguf(folder / path, size)
+    (folder / "gguf" / "Modelfile").write_text("FROM ./kite.gguf\nFROM ./mmproj-kite.gguf\n")
     return folder
 
 
@@ -83,16 +101,16 @@ def test_a_card_without_gguf_files_has_no_tag(folder):
 
 def test_gguf_files_are_published_on_request(exported):
     source = planned(exported, gguf=True)
-    assert source.files.keys() >= FILES.keys()
+    assert source.files.keys() >= FILES
     assert source.files["gguf/kite.gguf"] == (exported / "gguf" / "kite.gguf").resolve()
-    assert source.sizes["gguf/kite.gguf"] == 2**22
+    assert source.sizes["gguf/kite.gguf"] == (exported / "gguf" / "kite.gguf").stat().st_size
     assert b"gguf/kite.gguf" in source.files["README.md"]
 
 
 def test_gguf_files_stay_here_and_out_of_the_card_otherwise(exported):
     source = planned(exported)
-    assert not source.files.keys() & FILES.keys()
-    assert set(source.excluded) >= FILES.keys()
+    assert not source.files.keys() & FILES
+    assert set(source.excluded) >= FILES
     assert b"gguf" not in source.files["README.md"]
 
 
@@ -109,6 +127,53 @@ def test_an_adapter_is_merged_before_its_gguf_files_are_published(tmp_path):
 
 
 def test_a_local_path_in_a_gguf_file_is_refused(exported):
-    (exported / "gguf" / "kite.gguf").write_bytes(b"GGUF\x03 made in " + str(exported).encode())
+    write_gguf(exported / "gguf" / "kite.gguf", 1, description=f"made in {exported}")
     with pytest.raises(ValueError, match="gguf/kite.gguf, line 1: a local path"):
+        planned(exported, gguf=True)
+
+
+@pytest.fixture(scope="module")
+def with_its_gguf(tmp_path_factory):
+    """A checkpoint, with the vision part that `normalign export` wrote and a text part."""
+    folder = tmp_path_factory.mktemp("exported")
+    vision = tiny_parts.siglip(
+        folder / "siglip", 28, hidden_size=64, intermediate_size=96, num_hidden_layers=3
+    )
+    language = tiny_parts.language(folder / "language")
+    build_checkpoint(vision, language, folder / "kite")
+    export_gguf(folder / "kite", folder / "kite" / "gguf")
+    write_gguf(folder / "kite" / "gguf" / "kite.gguf", 4)
+    return folder / "kite"
+
+
+def test_gguf_files_of_these_weights_are_published_without_their_record(with_its_gguf):
+    source = planned(with_its_gguf, gguf=True)
+    assert source.files.keys() >= {"gguf/kite.gguf", "gguf/mmproj-kite.gguf", "gguf/Modelfile"}
+    assert "gguf/export.json" in source.excluded
+
+
+def test_gguf_files_of_other_weights_are_refused(with_its_gguf, tmp_path):
+    trained = shutil.copytree(with_its_gguf, tmp_path / "kite")
+    tensors = stored.weights(trained)
+    tensors["model.multi_modal_projector.norm.weight"] *= 1.5
+    stored.store(trained, tensors)
+    with pytest.raises(ValueError, match="kite/gguf was exported from other weights than .*again"):
+        planned(trained, gguf=True)
+    assert "gguf/kite.gguf" in planned(trained).excluded
+
+
+@pytest.mark.parametrize("content", ["zeros", "too short", "no tensors"])
+def test_a_file_that_is_no_gguf_file_with_tensors_is_refused(exported, content):
+    file = exported / "gguf" / "kite.gguf"
+    if content == "no tensors":
+        write_gguf(file, 0)
+    else:
+        file.write_bytes({"zeros": bytes(1000), "too short": b"GGUF"}[content])
+    with pytest.raises(ValueError, match="gguf/kite.gguf is not a GGUF file with tensors"):
+        planned(exported, gguf=True)
+
+
+def test_a_modelfile_that_names_a_missing_file_is_refused(exported):
+    (exported / "gguf" / "mmproj-kite.gguf").unlink()
+    with pytest.raises(ValueError, match="gguf/Modelfile names ./mmproj-kite.gguf, but there is"):
         planned(exported, gguf=True)
