@@ -26,11 +26,11 @@ test-all: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m ""
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow and not nightly"
 
 # On the lower bounds of pyproject.toml, all but torch's: docs/contributing.md says why.
 test-lowest: $(LOWEST)/.dev
-	$(LOWEST)/bin/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"
+	$(LOWEST)/bin/python -m pytest -q -n 2 $(BY_FILE) -m "not slow and not nightly"
 	$(LOWEST)/bin/python -m pytest -q tests/architecture/test_remote_code.py
 
 lint: $(VENV)/.dev
