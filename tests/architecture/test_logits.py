@@ -9,6 +9,7 @@ import tiny_parts as parts
 import torch
 import transformers
 from datasets import Dataset
+from packaging import version
 from PIL import Image
 from tiny_language_models import LATENT_ATTENTION
 from torch.nn.functional import cross_entropy
@@ -39,6 +40,9 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def family_folder(request, tmp_path_factory):
     """The folder of a language model and of the checkpoint that was built of it."""
+    is_older = version.parse(transformers.__version__) < version.parse("5.24")
+    if request.param == "recurrent_gemma" and is_older:
+        pytest.skip("in transformers 5.20 it returns no cache, and build refuses it")
     folder = tmp_path_factory.mktemp(request.param)
     config_class, options = FAMILIES[request.param]
     language = parts.language(folder / "language", cls=config_class, **options)
