@@ -6,7 +6,7 @@ import tiny
 import tiny_parts
 from adapters import make_adapter
 
-from normalign_llava import build_checkpoint, export_gguf, retrofit_checkpoint
+from normalign_llava import build_checkpoint, export_gguf, publish, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 
 
@@ -32,6 +32,8 @@ def test_a_checkpoint_is_built_merged_and_exported_there(home):
     merged = merge_adapter("~/adapter", "~/merged")
     assert merged.output == str(home / "merged")
     assert stored.weights(home / "merged").keys() == stored.weights(home / "model").keys()
+    published = publish("~/merged", "bea/kites", dry_run=True, check_loading=False)
+    assert "config.json" in published.source.files
     exported = export_gguf("~/merged", "~/gguf")
     assert exported.output == str(home / "gguf")
     assert (home / "gguf" / exported.vision_file).is_file()

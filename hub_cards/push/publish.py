@@ -110,7 +110,7 @@ def publish(options: PublishOptions) -> Publication:
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the
             commit loads differently from the folder. It says what was sent, and never the token.
     """
-    checkpoint = Path(options.checkpoint)
+    checkpoint = Path(os.path.expanduser(options.checkpoint))
     repo_id = options.repo_id
     check_repo_id(repo_id)
     check_folder(checkpoint)
