@@ -68,6 +68,24 @@ def test_a_bare_checkpoint_has_a_short_and_honest_card(bare_card):
         assert forbidden_word not in bare_card.text
 
 
+DROPPED_NORM = "`model.multi_modal_projector.norm.weight | UNEXPECTED`"
+"""What transformers prints if a tool calls LLaVA's own class."""
+
+
+@pytest.mark.parametrize(
+    ("norm", "warns"),
+    [
+        ("layer_norm", True),
+        ("rms_norm", True),
+        ("none", False),
+    ],
+)
+def test_the_card_warns_of_the_class_that_drops_the_norm(folder, norm, warns):
+    card_folder.edit(folder / "config.json", projector_norm=norm)
+    use_section = section(render_card(folder), "Use")
+    assert (DROPPED_NORM in use_section) is warns
+
+
 def test_a_full_folder_has_all_metadata(full):
     model_card = render_card(full, repo_id="user/model")
     expected = {
