@@ -12,7 +12,7 @@ import pytest
 import torch
 import train_data
 import training
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import AutoProcessor, BitsAndBytesConfig, BloomConfig
 from trl import SFTConfig
@@ -367,7 +367,9 @@ def test_a_stream_has_one_reader_and_every_process_reads_for_itself(
 
 
 def test_a_stream_is_taken_with_steps(tmp_path, planned):
-    planned(stream(), training.settings(tmp_path, max_steps=1))
+    plan = planned(stream(), training.settings(tmp_path, max_steps=1))
+    assert plan.settings.max_steps == 1
+    assert isinstance(plan.data.train, IterableDataset)
 
 
 @pytest.mark.parametrize(

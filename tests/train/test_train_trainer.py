@@ -732,7 +732,9 @@ def test_a_language_model_of_experts_trains(tmp_path):
         num_experts_per_tok=1,
     )
     trainer = training.trainer(tmp_path / "out", checkpoint, max_steps=1)
+    before = training.weights(trainer.model)
     trainer.train()
+    assert training.moved(before, trainer.model)
 
 
 def test_a_language_model_of_convolutions_as_linear_layers_trains(tmp_path):

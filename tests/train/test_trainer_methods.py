@@ -804,13 +804,14 @@ def test_what_tells_the_best_step_must_be_measured(tmp_path, checkpoint, options
 
 def test_compute_metrics_may_measure_what_tells_the_best_step(tmp_path, checkpoint):
     train_options = training.arguments(tmp_path, metric_for_best_model="eval_accuracy", **BEST)
-    NormAlignTrainer(
+    trainer = NormAlignTrainer(
         str(checkpoint),
         train_options,
         train_dataset=training.rows(2),
         eval_dataset=training.rows(3),
         compute_metrics=len,
     )
+    assert trainer.args.metric_for_best_model == "eval_accuracy"
 
 
 def test_the_loss_of_a_named_set_tells_the_best_step(tmp_path, checkpoint):
