@@ -176,10 +176,17 @@ def open_adapter(
         OSError: If the Hub cannot be reached.
     """
     peft_config = read_peft_config(adapter)
-    record = _read_training_record(adapter)
+    record: dict[str, Any] = {}
+    record_path = adapter / TRAINING_RECORD
+    if record_path.is_file():
+        record = json_object(record_path.read_bytes(), str(record_path))
     quantization = _require_known_quantization(adapter, record, base_quantization)
+    dtype = None
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
+        dtype = record.get("options", {}).get("dtype")
+        if dtype not in ("bfloat16", "float16", "float32"):
+            dtype = quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it
     opened = _open_base(adapter, peft_config, base)
     config = opened.read_config(NormAlignLlavaConfig)
     norm_before = (config.projector_norm, config.projector_gain_init)
@@ -196,7 +203,7 @@ def open_adapter(
         base=opened,
         config=config,
         quantization=quantization,
-        dtype=_dtype_in_training(record, quantization),
+        dtype=dtype,
         realigned=is_changed and config.projector_norm != "none",
         processor=processor,
     )
@@ -299,14 +306,6 @@ def _places_of_saved(adapted: PeftModel, stored: Collection[str]) -> dict[str, s
     return places
 
 
-def _read_training_record(adapter: Path) -> dict[str, Any]:
-    """Reads the record of an adapter's training. It is empty if there is none."""
-    record_path = adapter / TRAINING_RECORD
-    if not record_path.is_file():
-        return {}
-    return json_object(record_path.read_bytes(), str(record_path))
-
-
 def _require_known_quantization(
     adapter: Path, record: dict[str, Any], base_quantization: str | None
 ) -> dict[str, Any] | None:
@@ -331,13 +330,3 @@ def _require_known_quantization(
             f"How the base of {adapter} was quantized in training is not known. {remedy}"
         )
     return record["quantization"]
-
-
-def _dtype_in_training(record: dict[str, Any], quantization: dict[str, Any] | None) -> str | None:
-    """Returns the dtype that training loaded before quantization, or None if it is not known."""
-    if not quantization:
-        return None
-    dtype = record.get("options", {}).get("dtype")
-    if dtype in ("bfloat16", "float16", "float32"):
-        return dtype
-    return quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it

@@ -22,8 +22,6 @@ from .adapter import Adapter, on_meta
 
 
 NORM = "model.multi_modal_projector.norm."
-# Slices of open safetensors files by the names of tensors in the model. `[...]` reads one.
-Slices = dict[str, Any]
 
 
 class BaseTensors:
@@ -36,6 +34,11 @@ class BaseTensors:
     Args:
         adapter: An adapter that [`open_adapter`] opened.
 
+    Attributes:
+        dtype: The dtype that training loaded.
+        quantized_layers: bitsandbytes' layers, on meta, by the names of the weights that they
+            quantize.
+
     Raises:
         ValueError: If tensors of the base are missing, damaged, or have other shapes than
             config.json says.
@@ -43,11 +46,16 @@ class BaseTensors:
 
     def __init__(self, adapter: Adapter):
         model = on_meta(adapter.config)
-        self._stored = _with_tied_names(_open_tensors(adapter.base, model), model)
-        if _differ_though_tied(self._stored, model):
-            for config in (adapter.config, adapter.config.text_config):
-                config.tie_word_embeddings = False
-        self._quantized_layers = _quantized_layers(adapter)
+        self._stored = _open_tensors(adapter.base, model)
+        for tied_names in model.all_tied_weights_keys.items():
+            stored = [self._stored[name] for name in tied_names if name in self._stored]
+            if len(stored) == 1:
+                self._stored |= dict.fromkeys(tied_names, stored[0])
+            elif len(stored) == 2 and not torch.equal(stored[0][...], stored[1][...]):
+                # transformers does not tie them then.
+                for config in (adapter.config, adapter.config.text_config):
+                    config.tie_word_embeddings = False
+        self.quantized_layers = _quantized_layers(adapter)
         _check_shapes(adapter.base.name, self._stored, model)
 
         # The weights were quantized from the dtype that training loaded.
@@ -63,7 +71,12 @@ class BaseTensors:
         is_norm_stored = norm_names <= self._stored.keys()
         if norm_names and (adapter.realigned or not is_norm_stored):
             embeddings = self[model._tied_weights_keys["lm_head.weight"]]
-            self._aligned_norm = _align_norm(model, embeddings)
+            model.get_input_embeddings().weight = nn.Parameter(embeddings, requires_grad=False)
+            norm = model.model.multi_modal_projector.norm
+            norm.to_empty(device="cpu")
+            model.align_projector_norm()  # as training did
+            for name, value in norm.state_dict().items():
+                self._aligned_norm[f"{NORM}{name}"] = value
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor in `dtype`.
@@ -76,17 +89,18 @@ class BaseTensors:
         value = self._stored[name][...]
         if name in self._in_training_dtype and value.is_floating_point():
             value = value.to(self.dtype)
-        if name in self._quantized_layers:
-            value = _quantize_and_dequantize(value, self._quantized_layers[name])
+        if name in self.quantized_layers:
+            value = _quantize_and_dequantize(value, self.quantized_layers[name])
         return value
 
-    def has_quantized(self, prefix: str) -> bool:
-        """Whether training quantized a tensor with this prefix."""
-        return any(name.startswith(prefix) for name in self._quantized_layers)
 
+def _open_tensors(
+    base: Checkpoint, model: NormAlignLlavaForConditionalGeneration
+) -> dict[str, Any]:
+    """Opens the base's files, and returns slices of their tensors by their names in the model.
 
-def _open_tensors(base: Checkpoint, model: NormAlignLlavaForConditionalGeneration) -> Slices:
-    """Opens the base's files, and returns their tensors by their names in the model."""
+    `[...]` reads a tensor.
+    """
     stored_tensors = {}
     model_names = model.state_dict().keys()
     renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
@@ -99,32 +113,6 @@ def _open_tensors(base: Checkpoint, model: NormAlignLlavaForConditionalGeneratio
                     model_name, _ = renaming.rename_source_key(model_name)
             stored_tensors[model_name] = weights_file.get_slice(stored_name)
     return stored_tensors
-
-
-def _with_tied_names(
-    stored_tensors: Slices, model: NormAlignLlavaForConditionalGeneration
-) -> Slices:
-    """Returns the tensors by both of their names if two are tied and only one of them is stored."""
-    by_both_names = dict(stored_tensors)
-    for tied_names in model.all_tied_weights_keys.items():
-        stored = [by_both_names[name] for name in tied_names if name in by_both_names]
-        if len(stored) == 1:
-            by_both_names |= dict.fromkeys(tied_names, stored[0])
-    return by_both_names
-
-
-def _differ_though_tied(
-    stored_tensors: Slices, model: NormAlignLlavaForConditionalGeneration
-) -> bool:
-    """Reads whether files have two values for tied tensors. transformers does not tie these."""
-    for first_name, second_name in model.all_tied_weights_keys.items():
-        first = stored_tensors.get(first_name)
-        second = stored_tensors.get(second_name)
-        if first is None or second is None or first is second:
-            continue
-        if not torch.equal(first[...], second[...]):
-            return True
-    return False
 
 
 def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
@@ -143,7 +131,7 @@ def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
 
 
 def _check_shapes(
-    base: str, stored_tensors: Slices, model: NormAlignLlavaForConditionalGeneration
+    base: str, stored_tensors: dict[str, Any], model: NormAlignLlavaForConditionalGeneration
 ) -> None:
     """Raises ValueError if tensors but the norm's are missing, or have other shapes."""
     faults = []
@@ -160,20 +148,6 @@ def _check_shapes(
         raise ValueError(
             f"{len(faults)} tensors of {base} are not config.json's: {faults[0]}. {AGAIN}"
         )
-
-
-def _align_norm(
-    model: NormAlignLlavaForConditionalGeneration, embeddings: Tensor
-) -> dict[str, Tensor]:
-    """Aligns the norm of a model on meta to the embeddings `(V, d)`, as training did.
-
-    Returns the norm's tensors.
-    """
-    model.get_input_embeddings().weight = nn.Parameter(embeddings, requires_grad=False)
-    norm = model.model.multi_modal_projector.norm
-    norm.to_empty(device="cpu")
-    model.align_projector_norm()
-    return {f"{NORM}{name}": value for name, value in norm.state_dict().items()}
 
 
 def _quantize_and_dequantize(weight: Tensor, layer: Any) -> Tensor:

@@ -22,7 +22,6 @@ from ..checkpoint.files import (
     json_or_none,
 )
 from ..checkpoint.notices import fetch_notices, write_notices
-from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import quantization_name, torch_dtype
 from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import fetch_files, refuse_unreadable
@@ -124,17 +123,19 @@ def merge_adapter(
         if dtype == "auto":
             dtype = opened_adapter.config.dtype or base_tensors.dtype
         merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
-        check_space(output, size_of(merged_tensors.layout), "Make room, or write elsewhere.")
-        linked_files = _files_to_link(opened_base, base_tensors, merged_tensors, dtype)
+        layout = merged_tensors.layout
+        check_space(output, size_of(layout), "Make room, or write elsewhere.")
+        linked_files = {}
+        if "vision_tower" not in merged_tensors.changed and dtype == base_tensors.dtype:
+            index_folders = fetch_index_folder(opened_base.name, opened_base.revision)
+            linked_files = reusable_files(layout, ["vision_tower"], index_folders)
         _set_generation(merged_tensors.model, opened_adapter)
         console = Console(stderr=True)
-        layout = merged_tensors.layout
         values = track(merged_tensors, "Merging", len(layout), console=console, transient=True)
         save_model(merged_tensors.model, folder, layout, values=values, linked=linked_files)
         merged_tensors.check_complete()
         opened_adapter.processor.save_pretrained(folder)
         _copy_records(opened_adapter, folder)
-        _copy_notices(opened_adapter, folder)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
@@ -143,17 +144,6 @@ def merge_adapter(
         dtype=str(dtype).removeprefix("torch."),
         difference=merged_tensors.difference,
     )
-
-
-def _files_to_link(
-    base: Checkpoint, tensors: BaseTensors, merged: MergedTensors, dtype: torch.dtype
-) -> dict[str, Path]:
-    """Returns the base's file of the vision tower, by its name, if merging does not change it."""
-    is_quantized = tensors.has_quantized("model.vision_tower.")
-    if is_quantized or "vision_tower" in merged.changed or dtype != tensors.dtype:
-        return {}
-    index_folders = fetch_index_folder(base.name, base.revision)
-    return reusable_files(merged.layout, ["vision_tower"], index_folders)
 
 
 def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
@@ -168,7 +158,10 @@ def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adap
 
 
 def _copy_records(adapter: Adapter, folder: Path) -> None:
-    """Copies the model card and records of the adapter, or of the base if the adapter has none."""
+    """Copies the model card and records of the adapter, or of the base if the adapter has none.
+
+    The notices that the copied `build.json` names are copied too.
+    """
     for file_name in (CARD, *RECORDS):
         adapter_file = adapter.folder / file_name
         if adapter_file.is_file():
@@ -179,10 +172,6 @@ def _copy_records(adapter: Adapter, folder: Path) -> None:
         elif file_name != DYNAMICS:  # the base's dynamics belong to its own run
             for base_file in fetch_files(adapter.base.name, [file_name], adapter.base.revision):
                 shutil.copyfile(base_file, folder / file_name)
-
-
-def _copy_notices(adapter: Adapter, folder: Path) -> None:
-    """Copies the notices that the copied `build.json` names."""
     build_record = json_or_none(folder / BUILD_RECORD)
     notices = fetch_notices(build_record, adapter.base.name, adapter.base.revision)
     notices |= fetch_notices(build_record, str(adapter.folder))

@@ -28,8 +28,12 @@ from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.merged_layer import MergedLayer, relative_change
-from normalign_llava.assembly.merged_tensors import MergedTensors, check_settings
+from normalign_llava.assembly.merged_tensors import (
+    MergedLayer,
+    MergedTensors,
+    check_settings,
+    relative_change,
+)
 from normalign_llava.checkpoint.files import ADAPTER_WEIGHTS
 
 
