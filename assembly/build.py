@@ -15,7 +15,6 @@ from transformers import (
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
-    BaseImageProcessor,
     LlavaProcessor,
 )
 
@@ -32,18 +31,20 @@ from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
 from .encoder import TokenLayout, check_finite, load_encoder, require_vision_config, token_layout
-from .generation import flags_of, generation_for_checkpoint, in_words
 from .image_processing import make_size_constant, plain_image_processor
 from .parts import (
     add_image_token,
     assemble,
     check_language_model,
+    flags_of,
+    generation_for_checkpoint,
+    in_words,
     load_language_model,
     logits_of_fixed_text,
     make_ends_special,
     set_chat_template,
 )
-from .processing import ARMS, check_feature_layer, make_processor, read_feature_layer
+from .processing import ARMS, arm_of, check_feature_layer, make_processor, read_feature_layer
 
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,10 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
         has_marks = set_chat_template(tokenizer, options.chat_template)
-        image_processor, pixel_size = _image_processor(vision_part)
+        image_processor = vision_part.preprocessor(AutoImageProcessor)
+        with refuse_unreadable(f"The image processor of {vision_part.name}"):
+            image_processor = plain_image_processor(image_processor)
+            pixel_size = make_size_constant(image_processor)
         tower = load_encoder(vision_part, encoder)
         layout = token_layout(tower, pixel_size, feature_layer, options.vision)
         strategy = layout.strategy(options.select_strategy)
@@ -197,8 +201,8 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
             **norm_settings,
         )
         model = assemble(config, tower, language_model, logits)
-        built = _Built(model, processor, layout, vision_part, language_part, options.arm, has_marks)
-        return _align_norm_and_save(built, folder, output)
+        parts = {"vision": vision_part, "language": language_part}
+        return _align_norm_and_save(model, processor, layout, parts, has_marks, folder, output)
 
 
 def retrofit_checkpoint(
@@ -247,24 +251,8 @@ def retrofit_checkpoint(
         for setting in norm_settings:  # transformers has put them into this configuration too
             vars(model.generation_config).pop(setting, None)
         has_marks = has_generation_marks(stock.chat_template or "")
-        built = _Built(
-            model=model,
-            processor=processor,
-            layout=layout,
-            vision=opened,
-            language=opened,
-            arm=arm,
-            has_marks=has_marks,
-        )
-        return _align_norm_and_save(built, folder, output)
-
-
-def _image_processor(vision: Checkpoint) -> tuple[BaseImageProcessor, tuple[int, int]]:
-    """Returns an encoder's image processor, and height and width of all images that it makes."""
-    image_processor = vision.preprocessor(AutoImageProcessor)
-    with refuse_unreadable(f"The image processor of {vision.name}"):
-        image_processor = plain_image_processor(image_processor)
-        return image_processor, make_size_constant(image_processor)
+        parts = {"vision": opened, "language": opened}
+        return _align_norm_and_save(model, processor, layout, parts, has_marks, folder, output)
 
 
 def _check_arm(arm: str, norm: str) -> dict[str, str]:
@@ -277,41 +265,77 @@ def _check_arm(arm: str, norm: str) -> dict[str, str]:
     return {"projector_norm": norm, **ARMS[arm]}
 
 
-@dataclass(frozen=True)
-class _Built:
-    """A model in memory, and what else its checkpoint and its record need.
+def _align_norm_and_save(
+    model: NormAlignLlavaForConditionalGeneration,
+    processor: LlavaProcessor,
+    layout: TokenLayout,
+    parts: dict[str, Checkpoint],
+    has_marks: bool,
+    folder: Path,
+    output: Path,
+) -> BuildReport:
+    """Aligns the norm, sets how answers are generated, and writes the checkpoint into a folder.
 
-    If a LLaVA got the norm, `vision` and `language` are both this LLaVA.
+    The parts are `"vision"` and `"language"`. If a LLaVA got the norm, both are this LLaVA.
     """
-
-    model: NormAlignLlavaForConditionalGeneration
-    processor: LlavaProcessor
-    layout: TokenLayout
-    vision: Checkpoint
-    language: Checkpoint
-    arm: str
-    has_marks: bool
-
-
-def _align_norm_and_save(built: _Built, folder: Path, output: Path) -> BuildReport:
-    """Aligns the norm, sets how answers are generated, and writes the checkpoint into a folder."""
-    model = built.model
-    _warn_of_chat_template(built)
+    if not has_marks:
+        logger.warning(
+            "The chat template has no {% generation %} marks. Training on assistant turns needs "
+            "them: to train this checkpoint, build it with --chat-template."
+        )
+    for end in unrecognized_ends(processor.tokenizer, processor.chat_template):
+        logger.warning(
+            f"The chat template ends an answer with {end!r}. This tokenizer has no such token, so "
+            "answers would not stop there. With --chat-template, give a template that ends answers "
+            f"with {processor.tokenizer.eos_token!r}."
+        )
+    projector = model.model.multi_modal_projector
     if model.config.projector_norm == "none":
+        gain = None
         n_text = model.measure_text_embedding_norm()
         model.config.text_embedding_norm = n_text
     else:
         n_text = model.align_projector_norm()
-    left_out = _set_generation(built)
+        gain = projector.norm.weight[0].item()
+    vision = parts["vision"]
+    language = parts["language"]
+    left_out = _set_generation(model, processor, language.name)
+    licenses = {}
     notices = {}
-    for part_name, part in (("vision", built.vision), ("language", built.language)):
+    for part_name, part in parts.items():
+        licenses[part_name] = fetch_licence(part.name, part.revision)
         for file_name, content in fetch_part_notices(part.name, part.revision).items():
             notices[place_of(part_name, file_name)] = content
-    report = _report(built, output, n_text, left_out, sorted(notices))
+    vision_parameters = model.model.vision_tower.num_parameters()
+    projector_parameters = sum(parameter.numel() for parameter in projector.parameters())
+    is_date_fixed = fixes_the_date(processor.chat_template)
+    report = BuildReport(
+        output=str(output),
+        vision=_public_name(vision.name),
+        language=_public_name(language.name),
+        arm=arm_of(model.config),
+        vision_parameters=vision_parameters,
+        projector_parameters=projector_parameters,
+        # A head that is the embeddings is counted once.
+        language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
+        n_text=n_text,
+        gain=gain,
+        tokens_per_image=check_processor(processor, model),
+        prefix_tokens=layout.prefix,
+        generation_marks=has_marks,
+        vision_revision=vision.revision,
+        language_revision=language.revision,
+        licenses=licenses,
+        from_llava=vision is language,
+        prompt_date=PROMPT_DATE.isoformat() if is_date_fixed else None,
+        generation=flags_of(model.generation_config),
+        generation_left_out=left_out,
+        notices=sorted(notices),
+    )
     for config in (model.config.text_config, model.config.vision_config):
         config._name_or_path = _public_name(config._name_or_path)
     save_model(model, folder)
-    built.processor.save_pretrained(folder)
+    processor.save_pretrained(folder)
     write_notices(folder, notices)
     record = asdict(report)
     del record["output"]
@@ -319,78 +343,20 @@ def _align_norm_and_save(built: _Built, folder: Path, output: Path) -> BuildRepo
     return report
 
 
-def _warn_of_chat_template(built: _Built) -> None:
-    if not built.has_marks:
-        logger.warning(
-            "The chat template has no {% generation %} marks. Training on assistant turns needs "
-            "them: to train this checkpoint, build it with --chat-template."
-        )
-    tokenizer = built.processor.tokenizer
-    for end in unrecognized_ends(tokenizer, built.processor.chat_template):
-        logger.warning(
-            f"The chat template ends an answer with {end!r}. This tokenizer has no such token, so "
-            "answers would not stop there. With --chat-template, give a template that ends answers "
-            f"with {tokenizer.eos_token!r}."
-        )
-
-
-def _set_generation(built: _Built) -> dict[str, Any]:
-    """Sets the model's generation configuration. Returns the language model's flags left out."""
-    model = built.model
+def _set_generation(
+    model: NormAlignLlavaForConditionalGeneration, processor: LlavaProcessor, language: str
+) -> dict[str, Any]:
+    """Sets a model's generation configuration. Returns flags of `language` that are left out."""
     model.generation_config, left_out = generation_for_checkpoint(model.generation_config)
-    stop_as_trained(model, built.processor)
+    stop_as_trained(model, processor)
     # Prompt lookup would repeat the prompt's image token without features for it.
     suppressed = model.generation_config.suppress_tokens or []
     model.generation_config.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
     if left_out:
         logger.warning(
-            f"Not copied from the generation_config.json of {built.language.name}: "
-            f"{in_words(left_out)}."
+            f"Not copied from the generation_config.json of {language}: {in_words(left_out)}."
         )
     return left_out
-
-
-def _report(
-    built: _Built,
-    output: str | os.PathLike,
-    n_text: float,
-    left_out: dict[str, Any],
-    notices: list[str],
-) -> BuildReport:
-    model = built.model
-    vision = built.vision
-    language = built.language
-    is_date_fixed = fixes_the_date(built.processor.chat_template)
-    projector = model.model.multi_modal_projector
-    vision_parameters = model.model.vision_tower.num_parameters()
-    projector_parameters = sum(parameter.numel() for parameter in projector.parameters())
-    has_norm = model.config.projector_norm != "none"
-    return BuildReport(
-        output=str(output),
-        vision=_public_name(vision.name),
-        language=_public_name(language.name),
-        arm=built.arm,
-        vision_parameters=vision_parameters,
-        projector_parameters=projector_parameters,
-        # A head that is the embeddings is counted once.
-        language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
-        n_text=n_text,
-        gain=projector.norm.weight[0].item() if has_norm else None,
-        tokens_per_image=check_processor(built.processor, model),
-        prefix_tokens=built.layout.prefix,
-        generation_marks=built.has_marks,
-        vision_revision=vision.revision,
-        language_revision=language.revision,
-        licenses={
-            "vision": fetch_licence(vision.name, vision.revision),
-            "language": fetch_licence(language.name, language.revision),
-        },
-        from_llava=vision is language,
-        prompt_date=PROMPT_DATE.isoformat() if is_date_fixed else None,
-        generation=flags_of(model.generation_config),
-        generation_left_out=left_out,
-        notices=notices,
-    )
 
 
 def _public_name(name: str) -> str:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model that a model is built of, and assembling it with a vision encoder."""
+"""The language model that a model is built of, and assembling it with a vision encoder.
+
+A checkpoint gets some flags of the language model's `generation_config.json`.
+"""
 
 import inspect
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +17,13 @@ from transformers import (
     MODEL_MAPPING,
     AddedToken,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from ..checkpoint.opening import Checkpoint
-from ..checkpoint.prompts import answer_ends, default_template
+from ..checkpoint.prompts import answer_ends, default_template, without_idle_flags
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..devices import device_error, first_cause
 from ..modeling_normalign_llava import (
@@ -31,6 +36,35 @@ from .chat_template import multimodal_chat_template
 logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
+
+COPIED = frozenset(
+    [
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "suppress_tokens",
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+    ]
+)
+"""Flags that are copied: tokens, lengths, how answers are drawn, and the cache.
+
+Others, such as `repetition_penalty` and `num_beams`, change answers that are not drawn. A greedy
+answer would no longer be what training made the likeliest.
+"""
 
 
 def check_language_model(language: Checkpoint) -> None:
@@ -179,7 +213,7 @@ def assemble(
         logits: The [`logits_of_fixed_text`] of the language model by itself.
 
     Raises:
-        ValueError: If the model computes other logits, or they are not finite.
+        ValueError: If the model fails or computes other logits, or they are not finite.
     """
     if not logits.isfinite().all():
         raise ValueError("The language model's logits are NaN or infinite: weights are damaged.")
@@ -194,18 +228,8 @@ def assemble(
         linear.to(language.dtype)
     model.model.multi_modal_projector = projector
     model.generation_config = language.generation_config
-    tolerance = 1e-2 * logits.abs().max().item()
-    if not torch.allclose(_logits_inside(model), logits, rtol=1e-2, atol=tolerance):
-        raise ValueError(
-            "Inside LLaVA, the language model computes other logits than by itself. Use another."
-        )
-    return model
-
-
-def _logits_inside(model: NormAlignLlavaForConditionalGeneration) -> Tensor:
-    """Returns the [`logits_of_fixed_text`] of the whole model. Raises ValueError if it fails."""
     try:
-        return logits_of_fixed_text(model)
+        logits_inside = logits_of_fixed_text(model)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if device_error(error):  # such as full memory
             raise
@@ -215,6 +239,49 @@ def _logits_inside(model: NormAlignLlavaForConditionalGeneration) -> Tensor:
             "Inside LLaVA, the language model gets embeddings in place of token ids, and fails: "
             f"{type(error).__name__}: {reason}. Use another."
         ) from error
+    tolerance = 1e-2 * logits.abs().max().item()
+    if not torch.allclose(logits_inside, logits, rtol=1e-2, atol=tolerance):
+        raise ValueError(
+            "Inside LLaVA, the language model computes other logits than by itself. Use another."
+        )
+    return model
+
+
+def generation_for_checkpoint(
+    generation: GenerationConfig,
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """Divides a language model's generation configuration: what a checkpoint gets, and the rest.
+
+    Flags that are not [`COPIED`] are left out. So are flags without effect, such as a temperature
+    without `do_sample`, since transformers refuses to save them.
+
+    Raises:
+        ValueError: If transformers refuses the configuration for another reason.
+    """
+    copied, left_out = without_idle_flags(generation)
+    defaults = vars(GenerationConfig())
+    for flag_name, value in flags_of(copied).items():
+        if flag_name in COPIED:
+            continue
+        if value is not False:  # a flag that is off says nothing
+            left_out[flag_name] = value
+        if flag_name in defaults:
+            setattr(copied, flag_name, defaults[flag_name])
+        else:  # transformers does not know this flag
+            delattr(copied, flag_name)
+    return copied, left_out
+
+
+def flags_of(generation: GenerationConfig) -> dict[str, Any]:
+    """Returns the flags of a generation configuration that are not transformers' defaults."""
+    flags = generation.to_diff_dict()
+    about_the_file = {"transformers_version", "_from_model_config", "_commit_hash"}
+    return {name: flags[name] for name in sorted(flags.keys() - about_the_file)}
+
+
+def in_words(flags: dict[str, Any]) -> str:
+    """Returns flags and their values in one line."""
+    return ", ".join(f"{name} {value}" for name, value in flags.items())
 
 
 @torch.no_grad()

@@ -34,11 +34,13 @@ from normalign_llava.assembly.build import (
 )
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.encoder import require_vision_config
-from normalign_llava.assembly.generation import flags_of, generation_for_checkpoint, in_words
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.parts import (
     _unlike_others as unlike_others,
     check_language_model,
+    flags_of,
+    generation_for_checkpoint,
+    in_words,
 )
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import fetch_notices
