@@ -216,8 +216,11 @@ def _marks_hold(template: str, special_tokens: Tokens) -> bool:
     Conversations whose answers are not all printed do not count.
     """
     render = partial(_render, template, special_tokens)
-    end_of_turn = _end_of_turn(render)
-    if not end_of_turn:
+    answer = "A red kite."
+    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": answer}])
+    _, _, behind = _outcome(render, exchange).rpartition(answer)
+    words = behind.split()
+    if not words:  # an answer has no end
         return False
     is_checked = False
     for conversation in _CONVERSATIONS.values():
@@ -228,20 +231,11 @@ def _marks_hold(template: str, special_tokens: Tokens) -> bool:
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         if not answers or not all(answer.strip() in text for answer in answers):
             continue
-        expected = _expected_spans(render, messages, tools, text, end_of_turn)
+        expected = _expected_spans(render, messages, tools, text, words[0])
         if expected != marked_texts(template, special_tokens, messages, tools):
             return False
         is_checked = True
     return is_checked
-
-
-def _end_of_turn(render: Renderer) -> str:
-    """Returns the word that a template prints behind an answer. It may be empty."""
-    answer = "A red kite."
-    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": answer}])
-    _, _, after_answer = _outcome(render, exchange).rpartition(answer)
-    words = after_answer.split()
-    return words[0] if words else ""
 
 
 def _expected_spans(

@@ -26,11 +26,8 @@ from ..checkpoint.opening import Checkpoint
 from ..checkpoint.untrusted import fetch_checked_weights
 
 
-_POOLING_HEADS = ("vision_use_head", "use_head")
-"""Names of the setting that gives an encoder a pooling head. It is not read."""
-
-_PART_NAMES = {r"^(model\.)?(vision_model|vision_tower)\.(vision_model\.)?": ""}
-"""Names of an encoder's tensors in a model of several parts, and their names in the encoder."""
+_PART_PREFIX = r"^(model\.)?(vision_model|vision_tower)\.(vision_model\.)?"
+"""What names of an encoder's tensors begin with in a model of several parts."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +64,28 @@ def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
 
     Raises ValueError if it shows that the encoder does not fit. [`token_layout`] checks the rest.
     """
-    _refuse_timm(vision)
+    stored = vision.stored.get("vision_config")
+    if not isinstance(stored, dict):
+        stored = vision.stored
+    is_wrapper = stored.get("model_type") == "timm_wrapper"
+    if is_wrapper or "pretrained_cfg" in stored:  # as transformers knows timm's own files
+        # transformers would ask for timm instead.
+        raise ValueError(
+            f"{vision.name} cannot be the vision encoder: it is a model of timm "
+            f"({stored.get('architecture')}), and transformers' wrapper of such models gives maps "
+            "(B, d, height, width) without the tokens before the patches. Many models of timm have "
+            "a class of transformers: use a checkpoint in that form. docs/train.md lists encoders "
+            "that fit."
+        )
     config = getattr(vision.config, "vision_config", vision.config)
     if config.model_type == "metaclip_2_vision_model":  # a CLIP that AutoModel does not know
         settings = config.to_dict()
         del settings["model_type"]
         config = CLIPVisionConfig(**settings)
-    for setting in _POOLING_HEADS:
+    for setting in ("vision_use_head", "use_head"):  # a pooling head is not read
         if hasattr(config, setting):
             setattr(config, setting, False)
-    fault = _fault_of_class(config) or _fault_of_settings(config)
+    fault = _fault_of_config(config)
     if fault:
         raise ValueError(
             f"{vision.name} cannot be the vision encoder: it is a {config.model_type!r} model, and "
@@ -85,24 +94,8 @@ def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-def _refuse_timm(vision: Checkpoint) -> None:
-    """Raises ValueError if a vision encoder is timm's. transformers would ask for timm instead."""
-    stored = vision.stored.get("vision_config")
-    if not isinstance(stored, dict):
-        stored = vision.stored
-    is_wrapper = stored.get("model_type") == "timm_wrapper"
-    if is_wrapper or "pretrained_cfg" in stored:  # as transformers knows timm's own files
-        raise ValueError(
-            f"{vision.name} cannot be the vision encoder: it is a model of timm "
-            f"({stored.get('architecture')}), and transformers' wrapper of such models gives maps "
-            "(B, d, height, width) without the tokens before the patches. Many models of timm have "
-            "a class of transformers: use a checkpoint in that form. docs/train.md lists encoders "
-            "that fit."
-        )
-
-
-def _fault_of_class(config: PreTrainedConfig) -> str | None:
-    """Returns why the class of an encoder does not fit, or None."""
+def _fault_of_config(config: PreTrainedConfig) -> str | None:
+    """Returns why the class of an encoder or its settings do not fit, or None."""
     if type(config) not in MODEL_MAPPING:
         return "transformers' AutoModel has no class for it"
     model_class = MODEL_MAPPING[type(config)]
@@ -110,17 +103,12 @@ def _fault_of_class(config: PreTrainedConfig) -> str | None:
         return f"it reads {model_class.main_input_name}, not pixel_values"
     needed = []
     for name, parameter in inspect.signature(model_class.forward).parameters.items():
-        is_needed = parameter.default is parameter.empty
-        if is_needed and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        is_needed = is_positional and parameter.default is parameter.empty
+        if is_needed and name not in ("self", "pixel_values"):
             needed.append(name)
-    needed = [name for name in needed if name not in ("self", "pixel_values")]
     if needed:
         return f"it needs {', '.join(needed)} besides pixel_values: its images have no fixed grid"
-    return None
-
-
-def _fault_of_settings(config: PreTrainedConfig) -> str | None:
-    """Returns why the configuration of an encoder does not fit, or None."""
     for setting in ("hidden_size", "num_hidden_layers"):
         if not isinstance(getattr(config, setting, None), int):
             return (
@@ -149,39 +137,22 @@ def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedMode
     if config is vision.config:
         tower = vision.load(encoder_class, config=config)
     else:
+        tower = vision.without_weights(encoder_class, config)
+        names = set()
+        for file in fetch_checked_weights(vision.name, vision.revision):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, as it is not a dictionary
+                    names.add(re.sub(_PART_PREFIX, "", name))
         loaded_class = encoder_class
-        if _has_new_names(vision, vision.without_weights(encoder_class, config)):
-            loaded_class = _without_renaming(encoder_class)
-        tower = vision.load(loaded_class, config=config, key_mapping=_PART_NAMES)
+        if names.issuperset(name for name, _ in tower.named_parameters()):
+            # transformers renames tensors of older files. Among new names, such as DINOv3's and
+            # TIPSv2's in a checkpoint of this package, it would rename some again. It renames none
+            # of a class that is not its own (`get_model_conversion_mapping`): a subclass.
+            loaded_class = type(encoder_class.__name__, (encoder_class,), {"__module__": __name__})
+        tower = vision.load(loaded_class, config=config, key_mapping={_PART_PREFIX: ""})
         tower.__class__ = encoder_class
     check_finite(tower, vision.name)
     return tower
-
-
-def _has_new_names(vision: Checkpoint, tower: PreTrainedModel) -> bool:
-    """Returns whether a model of several parts has all names of its encoder's parameters.
-
-    Args:
-        vision: The model of several parts.
-        tower: Its encoder, on meta.
-    """
-    names = set()
-    for file in fetch_checked_weights(vision.name, vision.revision):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, as it is not a dictionary
-                for pattern, name_in_encoder in _PART_NAMES.items():
-                    names.add(re.sub(pattern, name_in_encoder, name))
-    return names.issuperset(name for name, _ in tower.named_parameters())
-
-
-def _without_renaming(encoder_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns an encoder's class, whose tensors transformers does not rename when it is loaded.
-
-    transformers renames tensors of older files. Among new names, such as DINOv3's and TIPSv2's in
-    a checkpoint of this package, it would rename some again. It renames none of a class that is not
-    its own (`get_model_conversion_mapping`), so a subclass keeps the names.
-    """
-    return type(encoder_class.__name__, (encoder_class,), {"__module__": __name__})
 
 
 def check_finite(tower: PreTrainedModel, name: str) -> None:
@@ -233,17 +204,9 @@ def token_layout(
         patches = rows * columns
         marked_patch = patches // 2
         pictures = _pictures(pixel_size, patch_size, marked_patch)
-        states, reason = _hidden_states(tower, pictures)
-        if reason:
-            remedy = _remedy_for_size(tower.config, pixel_size)
-            raise ValueError(
-                f"{name} cannot be the vision encoder ({tower.config.model_type}): its image "
-                f"processor makes images of {height} x {width} pixels, and the encoder does not "
-                f"run on them: {reason.rstrip('.')}. {remedy}"
-            )
+        states = _require_hidden_states(tower, pictures, name)
         fault = _fault_of_shapes(states, tower.config, patches)
-        fault = fault or _fault_of_order(states[0], patches, marked_patch)
-        fault = fault or _fault_of_features(states, feature_layer, patches)
+        fault = fault or _fault_of_patches(states, feature_layer, patches, marked_patch)
     if fault:
         raise ValueError(
             f"{name} cannot be the vision encoder ({tower.config.model_type}): {fault}. {grid}, "
@@ -268,35 +231,37 @@ def _pictures(pixel_size: tuple[int, int], patch_size: int, marked_patch: int) -
 
 
 @torch.no_grad()
-def _hidden_states(
-    tower: PreTrainedModel, pictures: Tensor
-) -> tuple[tuple[Tensor, ...], str | None]:
-    """Returns an encoder's hidden states of pictures, and why it has none, or None."""
+def _require_hidden_states(
+    tower: PreTrainedModel, pictures: Tensor, name: str
+) -> tuple[Tensor, ...]:
+    """Returns an encoder's hidden states of pictures. Raises ValueError if it has none."""
     pixels = pictures.to(tower.device, tower.dtype)
+    states = None
+    reason = "It gives no hidden states"
     try:
         outputs = tower(pixels, output_hidden_states=True, return_dict=True)
+        states = getattr(outputs, "hidden_states", None)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-        return (), f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     except (TypeError, ValueError) as error:
-        return (), str(error)
-    states = getattr(outputs, "hidden_states", None)
-    if not states:
-        return (), "It gives no hidden states"
-    return tuple(states), None
-
-
-def _remedy_for_size(config: PreTrainedConfig, pixel_size: tuple[int, int]) -> str:
-    """Returns what to do about an encoder that does not run on its image processor's images."""
-    image_size: Any = getattr(config, "image_size", None)
+        reason = str(error)
+    if states:
+        return tuple(states)
+    height, width = pictures.shape[-2:]
+    remedy = "docs/train.md lists encoders that fit."
+    image_size: Any = getattr(tower.config, "image_size", None)
     if isinstance(image_size, int):
         image_size = (image_size, image_size)
-    is_unknown = not isinstance(image_size, list | tuple) or len(image_size) != 2
-    if is_unknown or tuple(image_size) == pixel_size:
-        return "docs/train.md lists encoders that fit."
-    height, width = image_size
-    return (
-        f"Its config.json has images of {height} x {width} pixels: set this size in its "
-        "preprocessor_config.json."
+    is_known = isinstance(image_size, list | tuple) and len(image_size) == 2
+    if is_known and tuple(image_size) != (height, width):
+        remedy = (
+            f"Its config.json has images of {image_size[0]} x {image_size[1]} pixels: set this "
+            "size in its preprocessor_config.json."
+        )
+    raise ValueError(
+        f"{name} cannot be the vision encoder ({tower.config.model_type}): its image processor "
+        f"makes images of {height} x {width} pixels, and the encoder does not run on them: "
+        f"{reason.rstrip('.')}. {remedy}"
     )
 
 
@@ -321,9 +286,14 @@ def _fault_of_shapes(
     return None
 
 
-def _fault_of_order(embeddings: Tensor, patches: int, marked_patch: int) -> str | None:
-    """Returns why embeddings `(2, tokens, d)` are not a prefix and patches in order, or None."""
-    first, second = embeddings.float()
+def _fault_of_patches(
+    states: tuple[Tensor, ...], feature_layer: int | list[int], patches: int, marked_patch: int
+) -> str | None:
+    """Returns why hidden states `(2, tokens, d)` are not a prefix and patches in order, or None.
+
+    The embeddings show the order. The selected hidden states must follow the pixels too.
+    """
+    first, second = states[0].float()
     prefix = len(first) - patches
     distances = (first - second).norm(dim=-1)
     has_moved = (distances > 0).tolist()
@@ -338,13 +308,6 @@ def _fault_of_order(embeddings: Tensor, patches: int, marked_patch: int) -> str 
             f"other pixels in patch {marked_patch} do not change the token that should be this "
             "patch more than others: its tokens are not in the order of a grid"
         )
-    return None
-
-
-def _fault_of_features(
-    states: tuple[Tensor, ...], feature_layer: int | list[int], patches: int
-) -> str | None:
-    """Returns why the patches of the selected hidden states do not fit, or None."""
     layers = [feature_layer] if isinstance(feature_layer, int) else feature_layer
     for layer in layers:
         first, second = states[layer][:, -patches:].float()

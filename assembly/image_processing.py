@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, BaseImageProcessor
+from transformers import AutoImageProcessor, BaseImageProcessor, BatchFeature
 
 from ..checkpoint.files import write_json
 
@@ -37,7 +37,7 @@ def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProce
     Raises:
         ValueError: If no plain image processor makes the same pixels.
     """
-    if [*image_processor(_picture(97, 61), return_tensors="pt")] == ["pixel_values"]:
+    if [*_process_picture(image_processor, 97, 61)] == ["pixel_values"]:
         return image_processor
     plain_settings = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}
     for setting, value in image_processor.to_dict().items():
@@ -47,9 +47,16 @@ def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProce
         write_json(Path(folder, "preprocessor_config.json"), plain_settings)
         plain = AutoImageProcessor.from_pretrained(folder)
     if not _make_same_pixels(image_processor, plain):
+        remedy = (
+            "Save in the encoder's folder the image processor of an encoder of the same family "
+            "that makes one image of one size of every picture, such as SiglipImageProcessor for "
+            "SigLIP."
+        )
+        if getattr(image_processor, "crop_to_patches", False):
+            remedy = 'Set "crop_to_patches": false in preprocessor_config.json.'
         raise ValueError(
             f"The image processor ({type(image_processor).__name__}) does more than resize and "
-            f"normalize a picture. {_remedy(image_processor)}"
+            f"normalize a picture. {remedy}"
         )
     return plain
 
@@ -57,25 +64,15 @@ def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProce
 def _make_same_pixels(image_processor: BaseImageProcessor, plain: BaseImageProcessor) -> bool:
     """Whether two image processors make the same pixels of a small picture and of a large one."""
     for width, height in ((97, 61), (610, 970)):
-        pixels = image_processor(_picture(width, height), return_tensors="pt")["pixel_values"]
+        pixels = _process_picture(image_processor, width, height)["pixel_values"]
         try:
-            plain_pixels = plain(_picture(width, height), return_tensors="pt")["pixel_values"]
+            plain_pixels = _process_picture(plain, width, height)["pixel_values"]
         except ValueError:  # a size that a plain image processor does not take
             return False
         is_as_large = pixels.shape == plain_pixels.shape
         if not (is_as_large and torch.allclose(pixels, plain_pixels, atol=1e-4)):
             return False
     return True
-
-
-def _remedy(image_processor: BaseImageProcessor) -> str:
-    """Says how to get an image processor that only resizes and normalizes."""
-    if getattr(image_processor, "crop_to_patches", False):
-        return 'Set "crop_to_patches": false in preprocessor_config.json.'
-    return (
-        "Save in the encoder's folder the image processor of an encoder of the same family that "
-        "makes one image of one size of every picture, such as SiglipImageProcessor for SigLIP."
-    )
 
 
 def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
@@ -89,9 +86,21 @@ def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
     """
     sizes = set()
     for width, height in ((97, 61), (61, 97)):
-        pixels = image_processor(_picture(width, height), return_tensors="pt")["pixel_values"]
-        _check_pixels(pixels[0], image_processor)
-        sizes.add(tuple(pixels[0].shape[-2:]))
+        pixels = _process_picture(image_processor, width, height)["pixel_values"][0]
+        fault = None
+        if not pixels.isfinite().all():
+            fault = "NaN or infinite"
+        elif (pixels == pixels[:, :1, :1]).all():  # though the picture has many colours
+            fault = "the same everywhere"
+        if fault:
+            settings = image_processor.to_dict()
+            values = [f"{name} {settings.get(name)}" for name in _PIXEL_SETTINGS]
+            raise ValueError(
+                f"The pixels of a picture become {fault} in the image processor "
+                f"({', '.join(values)}). Set these in preprocessor_config.json as the encoder was "
+                "trained with."
+            )
+        sizes.add(tuple(pixels.shape[-2:]))
     if len(sizes) > 1:
         listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
         raise ValueError(
@@ -104,29 +113,8 @@ def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
     return height, width
 
 
-def _check_pixels(pixels: torch.Tensor, image_processor: BaseImageProcessor) -> None:
-    """Raises ValueError if the pixels of a picture of many colours are not finite, or all equal.
-
-    Args:
-        pixels: What the image processor made of the picture, `(3, H, W)`.
-        image_processor: The image processor. Its settings are named in the error.
-    """
-    fault = None
-    if not pixels.isfinite().all():
-        fault = "NaN or infinite"
-    elif (pixels == pixels[:, :1, :1]).all():
-        fault = "the same everywhere"
-    if fault:
-        settings = image_processor.to_dict()
-        values = [f"{name} {settings.get(name)}" for name in _PIXEL_SETTINGS]
-        raise ValueError(
-            f"The pixels of a picture become {fault} in the image processor "
-            f"({', '.join(values)}). Set these in preprocessor_config.json as the encoder was "
-            "trained with."
-        )
-
-
-def _picture(width: int, height: int) -> Image.Image:
-    """Returns a picture of colours that vary in both directions."""
+def _process_picture(image_processor: BaseImageProcessor, width: int, height: int) -> BatchFeature:
+    """Processes a picture of colours that vary in both directions."""
     ramp = Image.linear_gradient("L").resize((width, height))
-    return Image.merge("RGB", (ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp))
+    picture = Image.merge("RGB", (ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp))
+    return image_processor(picture, return_tensors="pt")

@@ -100,12 +100,6 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
         names_by_state[state] = layer
 
 
-def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding side to left, as generating from a batch needs. It is saved, too."""
-    tokenizer.padding_side = "left"
-    tokenizer.init_kwargs["padding_side"] = "left"  # this one is saved
-
-
 def normalize_tokenization(processor: LlavaProcessor) -> None:
     """Makes a processor's tokenizer pad left and add no tokens, and its prompts have a fixed date.
 
@@ -118,7 +112,8 @@ def normalize_tokenization(processor: LlavaProcessor) -> None:
             without a token.
     """
     tokenizer = processor.tokenizer
-    pad_left(tokenizer)
+    tokenizer.padding_side = "left"  # as generating from a batch needs
+    tokenizer.init_kwargs["padding_side"] = "left"  # this one is saved
     fix_date(processor)
     if tokenizer(["a\ua66eb"]).char_to_token(0, 1) is None:  # a letter of one manuscript
         raise ValueError("The tokenizer drops letters that it does not know. Give it an unk_token.")
