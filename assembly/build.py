@@ -30,8 +30,15 @@ from ..console import Printed
 from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .chat_template import has_generation_marks
-from .encoder import TokenLayout, check_finite, load_encoder, require_vision_config, token_layout
-from .image_processing import make_size_constant, plain_image_processor
+from .encoder import (
+    TokenLayout,
+    check_finite,
+    load_encoder,
+    make_size_constant,
+    plain_image_processor,
+    require_vision_config,
+    token_layout,
+)
 from .parts import (
     add_image_token,
     assemble,
@@ -181,9 +188,10 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
             pixel_size = make_size_constant(image_processor)
         tower = load_encoder(vision_part, encoder)
         layout = token_layout(tower, pixel_size, feature_layer, options.vision)
-        strategy = layout.strategy(options.select_strategy)
         tokens_left_out = max(1, layout.prefix)
-        processor = make_processor(image_processor, tokenizer, layout, strategy, tokens_left_out)
+        processor = make_processor(
+            image_processor, tokenizer, layout, options.select_strategy, tokens_left_out
+        )
         tokens_per_image = check_processor(processor)
         language_model = load_language_model(language_part, dtype)
         tower.to(language_model.dtype)
@@ -195,7 +203,7 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
             image_token_index=processor.image_token_id,
             image_seq_length=tokens_per_image,
             vision_feature_layer=feature_layer,
-            vision_feature_select_strategy=strategy,
+            vision_feature_select_strategy=processor.vision_feature_select_strategy,
             vision_prefix_tokens=tokens_left_out,
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **norm_settings,
@@ -244,9 +252,12 @@ def retrofit_checkpoint(
         tower = model.model.vision_tower
         check_finite(tower, llava)
         layout = token_layout(tower, pixel_size, model.config.vision_feature_layer, llava)
-        strategy = layout.strategy(model.config.vision_feature_select_strategy)
         processor = make_processor(
-            stock.image_processor, stock.tokenizer, layout, strategy, tokens_left_out=1
+            stock.image_processor,
+            stock.tokenizer,
+            layout,
+            model.config.vision_feature_select_strategy,
+            tokens_left_out=1,
         )
         for setting in norm_settings:  # transformers has put them into this configuration too
             vars(model.generation_config).pop(setting, None)

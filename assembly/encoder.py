@@ -1,30 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vision encoders fit: a rule on their tokens, checked by running them on pictures.
+"""Vision encoders and their image processors. Which fit is checked by running them on pictures.
 
 A class that transformers' AutoModel knows must take `pixel_values` of one size and give hidden
 states `(B, prefix + patches, d)`. The prefix is what does not come from pixels, such as a class
-token and registers. The patches follow it row by row.
+token and registers. The patches follow it row by row. Its image processor must make images of one
+size, and `pixel_values` only.
 """
 
 import inspect
 import itertools
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
+    AutoImageProcessor,
+    BaseImageProcessor,
+    BatchFeature,
     CLIPVisionConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
+from ..checkpoint.files import write_json
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.untrusted import fetch_checked_weights
 
+
+_SHARED_SETTINGS = (
+    "do_convert_rgb",
+    "do_normalize",
+    "do_rescale",
+    "do_resize",
+    "image_mean",
+    "image_std",
+    "resample",
+    "rescale_factor",
+    "size",
+)
+"""Settings of image processors that only resize and normalize."""
 
 _PART_PREFIX = r"^(model\.)?(vision_model|vision_tower)\.(vision_model\.)?"
 """What names of an encoder's tensors begin with in a model of several parts."""
@@ -45,18 +67,6 @@ class TokenLayout:
     patches: int
     patch_size: int
     encoder: str
-
-    def strategy(self, asked: str | None) -> str:
-        """Returns the select strategy that was asked for, or by default the one that fits.
-
-        Raises ValueError if it would drop a patch.
-        """
-        if asked == "default" and not self.prefix:
-            raise ValueError(
-                f"select_strategy 'default' drops the first token, but {self.encoder} has no class "
-                "token: a patch of the image would be lost. Use 'full'."
-            )
-        return asked or ("default" if self.prefix else "full")
 
 
 def require_vision_config(vision: Checkpoint) -> PreTrainedConfig:
@@ -174,6 +184,91 @@ def check_finite(tower: PreTrainedModel, name: str) -> None:
             )
 
 
+def plain_image_processor(image_processor: BaseImageProcessor) -> BaseImageProcessor:
+    """Returns an image processor that makes the same pixels, and nothing but `pixel_values`.
+
+    InternVL's also counts the parts of a picture. [`LlavaProcessor`] would pass the count on to the
+    model, and the model does not take it.
+
+    Raises:
+        ValueError: If no plain image processor makes the same pixels.
+    """
+    if [*_process_picture(image_processor, 97, 61)] == ["pixel_values"]:
+        return image_processor
+    plain_settings = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}
+    for setting, value in image_processor.to_dict().items():
+        if setting in _SHARED_SETTINGS and value is not None:
+            plain_settings[setting] = value
+    with TemporaryDirectory() as folder:
+        write_json(Path(folder, "preprocessor_config.json"), plain_settings)
+        plain = AutoImageProcessor.from_pretrained(folder)
+    for width, height in ((97, 61), (610, 970)):
+        pixels = _process_picture(image_processor, width, height)["pixel_values"]
+        with suppress(ValueError):  # of a size that a plain image processor does not take
+            plain_pixels = _process_picture(plain, width, height)["pixel_values"]
+            is_as_large = pixels.shape == plain_pixels.shape
+            if is_as_large and torch.allclose(pixels, plain_pixels, atol=1e-4):
+                continue
+        remedy = (
+            "Save in the encoder's folder the image processor of an encoder of the same family "
+            "that makes one image of one size of every picture, such as SiglipImageProcessor for "
+            "SigLIP."
+        )
+        if getattr(image_processor, "crop_to_patches", False):
+            remedy = 'Set "crop_to_patches": false in preprocessor_config.json.'
+        raise ValueError(
+            f"The image processor ({type(image_processor).__name__}) does more than resize and "
+            f"normalize a picture. {remedy}"
+        )
+    return plain
+
+
+def make_size_constant(image_processor: BaseImageProcessor) -> tuple[int, int]:
+    """Returns height and width of all images that an image processor makes.
+
+    They become its `crop_size` unless it crops, since serving engines compute the number of image
+    tokens by that.
+
+    Raises:
+        ValueError: If the images of two pictures differ in size, or have no usable pixels.
+    """
+    sizes = set()
+    for width, height in ((97, 61), (61, 97)):
+        pixels = _process_picture(image_processor, width, height)["pixel_values"][0]
+        fault = None
+        if not pixels.isfinite().all():
+            fault = "NaN or infinite"
+        elif (pixels == pixels[:, :1, :1]).all():  # though the picture has many colours
+            fault = "the same everywhere"
+        if fault:
+            settings = image_processor.to_dict()
+            pixel_settings = ("image_mean", "image_std", "rescale_factor")
+            values = [f"{name} {settings.get(name)}" for name in pixel_settings]
+            raise ValueError(
+                f"The pixels of a picture become {fault} in the image processor "
+                f"({', '.join(values)}). Set these in preprocessor_config.json as the encoder was "
+                "trained with."
+            )
+        sizes.add(tuple(pixels.shape[-2:]))
+    if len(sizes) > 1:
+        listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
+        raise ValueError(
+            f"The image processor's size {dict(image_processor.size)} has no height and width for "
+            f"every picture: two pictures became {listed}. Set both in preprocessor_config.json."
+        )
+    [(height, width)] = sizes
+    if not (image_processor.crop_size and getattr(image_processor, "do_center_crop", False)):
+        image_processor.crop_size = {"height": height, "width": width}
+    return height, width
+
+
+def _process_picture(image_processor: BaseImageProcessor, width: int, height: int) -> BatchFeature:
+    """Processes a picture of colours that vary in both directions."""
+    ramp = Image.linear_gradient("L").resize((width, height))
+    picture = Image.merge("RGB", (ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp))
+    return image_processor(picture, return_tensors="pt")
+
+
 def token_layout(
     tower: PreTrainedModel, pixel_size: tuple[int, int], feature_layer: int | list[int], name: str
 ) -> TokenLayout:
@@ -203,8 +298,7 @@ def token_layout(
     if fault is None:
         patches = rows * columns
         marked_patch = patches // 2
-        pictures = _pictures(pixel_size, patch_size, marked_patch)
-        states = _require_hidden_states(tower, pictures, name)
+        states = _require_hidden_states(tower, pixel_size, patch_size, marked_patch, name)
         fault = _fault_of_shapes(states, tower.config, patches)
         fault = fault or _fault_of_patches(states, feature_layer, patches, marked_patch)
     if fault:
@@ -217,8 +311,18 @@ def token_layout(
     return TokenLayout(prefix, patches, patch_size, tower.config.model_type)
 
 
-def _pictures(pixel_size: tuple[int, int], patch_size: int, marked_patch: int) -> Tensor:
-    """Returns noise, and the same with other pixels, most of all in one patch: `(2, 3, H, W)`."""
+@torch.no_grad()
+def _require_hidden_states(
+    tower: PreTrainedModel,
+    pixel_size: tuple[int, int],
+    patch_size: int,
+    marked_patch: int,
+    name: str,
+) -> tuple[Tensor, ...]:
+    """Returns an encoder's hidden states of two pictures. Raises ValueError if it has none.
+
+    They are noise, and the same with other pixels, most of all in one patch.
+    """
     height, width = pixel_size
     generator = torch.Generator().manual_seed(0)
     noise, change = torch.randn(2, 3, height, width, generator=generator)
@@ -227,14 +331,7 @@ def _pictures(pixel_size: tuple[int, int], patch_size: int, marked_patch: int) -
     left = column * patch_size
     strength = torch.full((height, width), 0.1)
     strength[top : top + patch_size, left : left + patch_size] = 3.0
-    return torch.stack([noise, noise + strength * change])
-
-
-@torch.no_grad()
-def _require_hidden_states(
-    tower: PreTrainedModel, pictures: Tensor, name: str
-) -> tuple[Tensor, ...]:
-    """Returns an encoder's hidden states of pictures. Raises ValueError if it has none."""
+    pictures = torch.stack([noise, noise + strength * change])
     pixels = pictures.to(tower.device, tower.dtype)
     states = None
     reason = "It gives no hidden states"
@@ -247,13 +344,12 @@ def _require_hidden_states(
         reason = str(error)
     if states:
         return tuple(states)
-    height, width = pictures.shape[-2:]
     remedy = "docs/train.md lists encoders that fit."
     image_size: Any = getattr(tower.config, "image_size", None)
     if isinstance(image_size, int):
         image_size = (image_size, image_size)
     is_known = isinstance(image_size, list | tuple) and len(image_size) == 2
-    if is_known and tuple(image_size) != (height, width):
+    if is_known and tuple(image_size) != pixel_size:
         remedy = (
             f"Its config.json has images of {image_size[0]} x {image_size[1]} pixels: set this "
             "size in its preprocessor_config.json."

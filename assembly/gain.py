@@ -171,11 +171,8 @@ def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
 def _require_embedding(model: str, names: Iterable[str]) -> str:
     """Returns the token embedding among names of tensors. Raises ValueError if it is not clear."""
     endings = tuple(f".{table}.weight" for table in _TABLES)
-    candidates = []
-    for name in names:
-        # Layers that predict further tokens repeat the table (DeepSeek-V3).
-        if f".{name}".endswith(endings) and ".layers." not in name:
-            candidates.append(name)
+    # Layers that predict further tokens repeat the table (DeepSeek-V3).
+    candidates = [name for name in names if f".{name}".endswith(endings) and ".layers." not in name]
     if any("language_model." in name for name in candidates):
         candidates = [name for name in candidates if "language_model." in name]
     if len(candidates) != 1:

@@ -33,7 +33,6 @@ from ..checkpoint.weights import (
     size_of,
 )
 from ..console import Printed
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import Adapter, open_adapter, read_peft_config
 from .base_tensors import BaseTensors
 from .merged_tensors import MergedTensors, check_settings
@@ -129,10 +128,17 @@ def merge_adapter(
         if "vision_tower" not in merged_tensors.changed and dtype == base_tensors.dtype:
             index_folders = fetch_index_folder(opened_base.name, opened_base.revision)
             linked_files = reusable_files(layout, ["vision_tower"], index_folders)
-        _set_generation(merged_tensors.model, opened_adapter)
+        model = merged_tensors.model
+        reading = f"The generation configuration of {opened_base.name}"
+        with suppress(OSError), refuse_unreadable(reading):
+            model.generation_config = GenerationConfig.from_pretrained(
+                opened_base.name, revision=opened_base.revision
+            )
+        for processor in opened_adapter.processors:
+            stop_as_trained(model, processor)
         console = Console(stderr=True)
         values = track(merged_tensors, "Merging", len(layout), console=console, transient=True)
-        save_model(merged_tensors.model, folder, layout, values=values, linked=linked_files)
+        save_model(model, folder, layout, values=values, linked=linked_files)
         merged_tensors.check_complete()
         opened_adapter.processor.save_pretrained(folder)
         _copy_records(opened_adapter, folder)
@@ -144,17 +150,6 @@ def merge_adapter(
         dtype=str(dtype).removeprefix("torch."),
         difference=merged_tensors.difference,
     )
-
-
-def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
-    """Reads the base's generation configuration for a model. Answers end as in training."""
-    base = adapter.base
-    with suppress(OSError), refuse_unreadable(f"The generation configuration of {base.name}"):
-        model.generation_config = GenerationConfig.from_pretrained(
-            base.name, revision=base.revision
-        )
-    for processor in adapter.processors:
-        stop_as_trained(model, processor)
 
 
 def _copy_records(adapter: Adapter, folder: Path) -> None:

@@ -48,7 +48,6 @@ MERGED = LORA_SETTINGS | {
 }
 """The settings of a `LoraConfig` whose effect is in the tensors, so that merging keeps it."""
 
-_PREFIX = "base_model.model."  # of the base's modules in a PeftModel
 _MERGED_KINDS = (
     lora.Linear,
     lora.Embedding,
@@ -241,7 +240,7 @@ class MergedTensors:
             values: The adapted model's tensors, by names in that model.
         """
         for name_in_file, place in places.items():
-            target = place.removeprefix(_PREFIX)
+            target = place.removeprefix("base_model.model.")
             path = next((path for path in self._wrapped if target.startswith(f"{path}.")), None)
             if path is None:
                 self._replacements[target] = values[place]

@@ -37,29 +37,27 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
 
-COPIED = frozenset(
-    [
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "suppress_tokens",
-        "max_length",
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "top_h",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "use_cache",
-        "cache_implementation",
-        "cache_config",
-    ]
-)
+COPIED = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "suppress_tokens",
+    "max_length",
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+}
 """Flags that are copied: tokens, lengths, how answers are drawn, and the cache.
 
 Others, such as `repetition_penalty` and `num_beams`, change answers that are not drawn. A greedy

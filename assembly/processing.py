@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -60,18 +60,14 @@ def read_feature_layer(value: object) -> int | list[int]:
 
     Raises ValueError if it is neither a whole number nor a sequence of whole numbers.
     """
-    if _is_whole(value):
-        return value
-    if isinstance(value, Sequence) and value and all(_is_whole(layer) for layer in value):
-        return list(value)
-    raise ValueError(
-        "feature_layer is a whole number, such as -2, or a list of whole numbers, such as "
-        f"[-2, -5], got {value!r}."
-    )
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    has_several = isinstance(value, Sequence)
+    layers: list[Any] = list(value) if has_several else [value]
+    if not layers or not all(type(layer) is int for layer in layers):  # bool is another type
+        raise ValueError(
+            "feature_layer is a whole number, such as -2, or a list of whole numbers, such as "
+            f"[-2, -5], got {value!r}."
+        )
+    return layers if has_several else layers[0]
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -207,7 +203,7 @@ def make_processor(
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
     layout: "TokenLayout",
-    select_strategy: str,
+    select_strategy: str | None,
     tokens_left_out: int,
 ) -> LlavaProcessor:
     """Makes a [`LlavaProcessor`] with a pad token and by [`normalize_tokenization`].
@@ -216,12 +212,17 @@ def make_processor(
         image_processor: The encoder's.
         tokenizer: The language model's, with an image token and a chat template.
         layout: The tokens of the encoder's hidden states.
-        select_strategy: `"default"` or `"full"`.
+        select_strategy: `"default"` or `"full"`. None means the one that fits the encoder.
         tokens_left_out: Number of tokens that `"default"` leaves out. LLaVA leaves out one.
 
     Raises:
-        ValueError: If the tokenization cannot be normalized.
+        ValueError: If the strategy would drop a patch, or the tokenization cannot be normalized.
     """
+    if select_strategy == "default" and not layout.prefix:
+        raise ValueError(
+            f"select_strategy 'default' drops the first token, but {layout.encoder} has no class "
+            "token: a patch of the image would be lost. Use 'full'."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -231,6 +232,7 @@ def make_processor(
             tokenizer.save_pretrained(folder)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     additional_tokens = layout.prefix
+    select_strategy = select_strategy or ("default" if layout.prefix else "full")
     if select_strategy == "default":
         additional_tokens -= tokens_left_out - 1  # the processor itself subtracts one
     processor = LlavaProcessor(

@@ -21,8 +21,12 @@ from tiny_encoders import ENCODERS, SIZES, SQUARE
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
-from normalign_llava.assembly.encoder import require_vision_config, token_layout
-from normalign_llava.assembly.image_processing import make_size_constant, plain_image_processor
+from normalign_llava.assembly.encoder import (
+    make_size_constant,
+    plain_image_processor,
+    require_vision_config,
+    token_layout,
+)
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.opening import check_processor, open_checkpoint
 from normalign_llava.diagnose.measure.probe import probe
