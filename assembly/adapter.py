@@ -49,7 +49,7 @@ LORA_SETTINGS = {
 }
 """Fields of a `LoraConfig` that training accepts and merging keeps."""
 
-BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
+BASE_QUANTIZATIONS = {
     "none": None,
     "nf4": NF4 | {"bnb_4bit_use_double_quant": False},
     "nf4-double": NF4,
@@ -167,7 +167,7 @@ def open_adapter(
         adapter: The adapter's folder.
         base: The base's folder or Hub id, if the one that the adapter names is gone.
         base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`. It
-            takes precedence over the adapter's record.
+            takes precedence over the record of training.
 
     Raises:
         ValueError: If the adapter or its base cannot be read, if they do not fit, or if the base's
@@ -180,7 +180,16 @@ def open_adapter(
     record_path = adapter / TRAINING_RECORD
     if record_path.is_file():
         record = json_object(record_path.read_bytes(), str(record_path))
-    quantization = _require_known_quantization(adapter, record, base_quantization)
+    remedy = f"Give --base-quantization {'|'.join(BASE_QUANTIZATIONS)}."
+    quantization = record.get("quantization")
+    if base_quantization:
+        if base_quantization not in BASE_QUANTIZATIONS:
+            raise ValueError(f"The base quantization {base_quantization!r} is not known. {remedy}")
+        quantization = BASE_QUANTIZATIONS[base_quantization]
+    elif "quantization" not in record:
+        raise ValueError(
+            f"How the base of {adapter} was quantized in training is not known. {remedy}"
+        )
     dtype = None
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
@@ -304,29 +313,3 @@ def _places_of_saved(adapted: PeftModel, stored: Collection[str]) -> dict[str, s
             if name in stored or not with_embeddings:
                 places[name] = names_in_model[id(tensor)]
     return places
-
-
-def _require_known_quantization(
-    adapter: Path, record: dict[str, Any], base_quantization: str | None
-) -> dict[str, Any] | None:
-    """Returns bitsandbytes' settings for the base in training, None if it was not quantized.
-
-    Args:
-        adapter: The adapter's folder.
-        record: The record of its training. It is empty if there is none.
-        base_quantization: A name in `BASE_QUANTIZATIONS`. It takes precedence over the record.
-
-    Raises:
-        ValueError: No quantization has this name, or neither the name nor the record says how the
-            base was quantized.
-    """
-    remedy = f"Give --base-quantization {'|'.join(BASE_QUANTIZATIONS)}."
-    if base_quantization:
-        if base_quantization not in BASE_QUANTIZATIONS:
-            raise ValueError(f"The base quantization {base_quantization!r} is not known. {remedy}")
-        return BASE_QUANTIZATIONS[base_quantization]
-    if "quantization" not in record:
-        raise ValueError(
-            f"How the base of {adapter} was quantized in training is not known. {remedy}"
-        )
-    return record["quantization"]

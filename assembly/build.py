@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,21 +16,29 @@ from transformers import (
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
+    BaseImageProcessor,
     LlavaProcessor,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
 from ..checkpoint.notices import fetch_part_notices, place_of, write_notices
 from ..checkpoint.opening import Checkpoint, check_processor, fetch_licence, open_checkpoint
 from ..checkpoint.precision import torch_dtype
-from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
+from ..checkpoint.prompts import (
+    PROMPT_DATE,
+    fixes_the_date,
+    has_generation_marks,
+    stop_as_trained,
+    unrecognized_ends,
+)
 from ..checkpoint.untrusted import refuse_unreadable
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..console import Printed
 from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .chat_template import has_generation_marks
 from .encoder import (
     TokenLayout,
     check_finite,
@@ -51,7 +60,13 @@ from .parts import (
     make_ends_special,
     set_chat_template,
 )
-from .processing import ARMS, arm_of, check_feature_layer, make_processor, read_feature_layer
+from .processing import (
+    ARMS,
+    arm_of,
+    check_feature_layer,
+    normalize_tokenization,
+    read_feature_layer,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -205,7 +220,7 @@ def build_checkpoint(options: BuildOptions) -> BuildReport:
             vision_feature_layer=feature_layer,
             vision_feature_select_strategy=processor.vision_feature_select_strategy,
             vision_prefix_tokens=tokens_left_out,
-            tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
+            tie_word_embeddings=language_model.config.tie_word_embeddings,
             **norm_settings,
         )
         model = assemble(config, tower, language_model, logits)
@@ -274,6 +289,54 @@ def _check_arm(arm: str, norm: str) -> dict[str, str]:
             f"{norm!r}."
         )
     return {"projector_norm": norm, **ARMS[arm]}
+
+
+def make_processor(
+    image_processor: BaseImageProcessor,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: TokenLayout,
+    select_strategy: str | None,
+    tokens_left_out: int,
+) -> LlavaProcessor:
+    """Makes a [`LlavaProcessor`] with a pad token and by [`normalize_tokenization`].
+
+    Args:
+        image_processor: The encoder's.
+        tokenizer: The language model's, with an image token and a chat template.
+        layout: The tokens of the encoder's hidden states.
+        select_strategy: `"default"` or `"full"`. None means the one that fits the encoder.
+        tokens_left_out: Number of tokens that `"default"` leaves out. LLaVA leaves out one.
+
+    Raises:
+        ValueError: If the strategy would drop a patch, or the tokenization cannot be normalized.
+    """
+    if select_strategy == "default" and not layout.prefix:
+        raise ValueError(
+            f"select_strategy 'default' drops the first token, but {layout.encoder} has no class "
+            "token: a patch of the image would be lost. Use 'full'."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # Other classes make their tokenizer anew when loaded, from settings that are not all saved:
+        # Zephyr's `legacy` space before a text would be lost.
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    additional_tokens = layout.prefix
+    select_strategy = select_strategy or ("default" if layout.prefix else "full")
+    if select_strategy == "default":
+        additional_tokens -= tokens_left_out - 1  # the processor itself subtracts one
+    processor = LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=layout.patch_size,
+        vision_feature_select_strategy=select_strategy,
+        num_additional_image_tokens=additional_tokens,
+        chat_template=tokenizer.chat_template,
+    )
+    normalize_tokenization(processor)
+    return processor
 
 
 def _align_norm_and_save(

@@ -137,8 +137,13 @@ def check_texts(template: str, special_tokens: Tokens) -> list[str]:
 def _render(
     template: str, special_tokens: Tokens, messages: Messages, tools=None, prompt: bool = False
 ) -> str:
-    options: Any = {"chat_template": template, "add_generation_prompt": prompt, **special_tokens}
-    texts, _ = render_jinja_template([messages], tools=tools, **options)
+    texts, _ = render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=template,
+        add_generation_prompt=prompt,
+        **special_tokens,
+    )
     return texts[0]
 
 

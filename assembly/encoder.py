@@ -294,9 +294,9 @@ def token_layout(
     rows = height // patch_size
     columns = width // patch_size
     grid = f"Images of {height} x {width} pixels have {rows} x {columns} patches of {patch_size}"
-    fault = None if rows and columns else "its images are smaller than a patch"
-    if fault is None:
-        patches = rows * columns
+    patches = rows * columns
+    fault: str | None = "its images are smaller than a patch"
+    if patches:
         marked_patch = patches // 2
         states = _require_hidden_states(tower, pixel_size, patch_size, marked_patch, name)
         fault = _fault_of_shapes(states, tower.config, patches)
@@ -331,8 +331,7 @@ def _require_hidden_states(
     left = column * patch_size
     strength = torch.full((height, width), 0.1)
     strength[top : top + patch_size, left : left + patch_size] = 3.0
-    pictures = torch.stack([noise, noise + strength * change])
-    pixels = pictures.to(tower.device, tower.dtype)
+    pixels = torch.stack([noise, noise + strength * change]).to(tower.device, tower.dtype)
     states = None
     reason = "It gives no hidden states"
     try:

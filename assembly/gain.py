@@ -132,6 +132,7 @@ def statistics_of(
         scale_text, scale_all = embedding_scales(text_config)
     is_counted = counted_rows(norms, getattr(config, "image_token_id", None))
     number_of_rows = int(is_counted.sum())
+    zero_rows = int((norms == 0).sum())
     mean_norm = mean_embedding_norm(norms, (~is_counted).nonzero().flatten().tolist())
     largest = norms.where(is_counted, -1.0).topk(min(top, number_of_rows))
     top_tokens = []
@@ -151,8 +152,8 @@ def statistics_of(
         n_text=mean_norm * scale_text * scale_all,
         gain=mean_norm * scale_text / hidden_size**0.5,
         scale=scale_text * scale_all,
-        zero_rows=int((norms == 0).sum()),
-        excluded_rows=int((norms != 0).sum()) - number_of_rows,
+        zero_rows=zero_rows,
+        excluded_rows=len(norms) - zero_rows - number_of_rows,
         hidden_size=hidden_size,
     )
 

@@ -206,11 +206,10 @@ class MergedTensors:
                 f"{len(unused)} tensors of {self._folder / ADAPTER_WEIGHTS} would be lost, among "
                 f"them {min(unused)}. Nothing was written."
             )
-        missing = self._missing_names
-        if missing:
+        if self._missing_names:
             raise ValueError(
-                f"{len(missing)} tensors have no value, among them {min(missing)}. Nothing was "
-                "written."
+                f"{len(self._missing_names)} tensors have no value, among them "
+                f"{min(self._missing_names)}. Nothing was written."
             )
 
     def _require_mergeable(self, adapted: nn.Module) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's arms, and a stock LlavaProcessor with an image token for each feature.
+"""The paper's arms, the option `feature_layer`, and a processor's tokenizer that adds no tokens.
 
-Its tokenizer adds no tokens, since `processor(text)` would have them, but training, TRL, vLLM and
+It adds none, since `processor(text)` would have them, but training, TRL, vLLM and
 `tokenizer.apply_chat_template` would not. The chat template prints what the tokenizer put first.
 Templates of Llama 2 and 3, Gemma and Mistral do so already. For TinyLlama, Zephyr and LLaVA 1.5, it
 is added here. What the tokenizer put last is left out, since it would end a prompt.
@@ -11,25 +11,14 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    BaseImageProcessor,
-    LlavaProcessor,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlavaProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.prompts import fix_date
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
-
-
-if TYPE_CHECKING:  # only `normalign build` runs it
-    from .encoder import TokenLayout
 
 
 logger = logging.getLogger(__name__)
@@ -60,14 +49,13 @@ def read_feature_layer(value: object) -> int | list[int]:
 
     Raises ValueError if it is neither a whole number nor a sequence of whole numbers.
     """
-    has_several = isinstance(value, Sequence)
-    layers: list[Any] = list(value) if has_several else [value]
+    layers: list[Any] = list(value) if isinstance(value, Sequence) else [value]
     if not layers or not all(type(layer) is int for layer in layers):  # bool is another type
         raise ValueError(
             "feature_layer is a whole number, such as -2, or a list of whole numbers, such as "
             f"[-2, -5], got {value!r}."
         )
-    return layers if has_several else layers[0]
+    return layers if isinstance(value, Sequence) else layers[0]
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -197,51 +185,3 @@ def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> st
         "before some only, or the text would then have other tokens. Build the checkpoint "
         "with `normalign build --chat-template FILE`, a template that prints it before all."
     )
-
-
-def make_processor(
-    image_processor: BaseImageProcessor,
-    tokenizer: PreTrainedTokenizerBase,
-    layout: "TokenLayout",
-    select_strategy: str | None,
-    tokens_left_out: int,
-) -> LlavaProcessor:
-    """Makes a [`LlavaProcessor`] with a pad token and by [`normalize_tokenization`].
-
-    Args:
-        image_processor: The encoder's.
-        tokenizer: The language model's, with an image token and a chat template.
-        layout: The tokens of the encoder's hidden states.
-        select_strategy: `"default"` or `"full"`. None means the one that fits the encoder.
-        tokens_left_out: Number of tokens that `"default"` leaves out. LLaVA leaves out one.
-
-    Raises:
-        ValueError: If the strategy would drop a patch, or the tokenization cannot be normalized.
-    """
-    if select_strategy == "default" and not layout.prefix:
-        raise ValueError(
-            f"select_strategy 'default' drops the first token, but {layout.encoder} has no class "
-            "token: a patch of the image would be lost. Use 'full'."
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # Other classes make their tokenizer anew when loaded, from settings that are not all saved:
-        # Zephyr's `legacy` space before a text would be lost.
-        with TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    additional_tokens = layout.prefix
-    select_strategy = select_strategy or ("default" if layout.prefix else "full")
-    if select_strategy == "default":
-        additional_tokens -= tokens_left_out - 1  # the processor itself subtracts one
-    processor = LlavaProcessor(
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        patch_size=layout.patch_size,
-        vision_feature_select_strategy=select_strategy,
-        num_additional_image_tokens=additional_tokens,
-        chat_template=tokenizer.chat_template,
-    )
-    normalize_tokenization(processor)
-    return processor

@@ -17,11 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, AutoProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from normalign_llava.assembly import chat_template
+from normalign_llava.assembly.build import make_processor
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.encoder import TokenLayout
 from normalign_llava.assembly.parts import set_chat_template
 from normalign_llava.assembly.processing import (
-    make_processor,
     normalize_tokenization,
     text_tokenizer,
 )
