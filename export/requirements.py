@@ -42,8 +42,7 @@ def check_exportable(name: str, config: PreTrainedConfig, image_processor: Any) 
     problem = (
         _quantization_problem(config)
         or _tower_problem(config)
-        or _projector_problem(config)
-        or _language_problem(config)
+        or _visual_tokens_problem(config)
         or _processor_problem(image_processor, config.vision_config)
     )
     if problem:
@@ -92,7 +91,7 @@ def _tower_problem(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _projector_problem(config: PreTrainedConfig) -> str | None:
+def _visual_tokens_problem(config: PreTrainedConfig) -> str | None:
     if config.projector_hidden_act not in _PROJECTOR_ACTIVATIONS:
         return f"llama.cpp's projector has GELU, and this one has {config.projector_hidden_act}."
     if getattr(config, "projector_norm", "none") == "rms_norm":
@@ -100,10 +99,6 @@ def _projector_problem(config: PreTrainedConfig) -> str | None:
             "its norm is an RMSNorm, and llama.cpp's projector ends in a LayerNorm. Build one "
             "with a LayerNorm, `normalign build`'s default, and train that."
         )
-    return None
-
-
-def _language_problem(config: PreTrainedConfig) -> str | None:
     text_scale, _ = embedding_scales(config.text_config)
     kind = config.text_config.model_type
     if text_scale != 1.0 and not kind.startswith("gemma"):
