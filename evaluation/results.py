@@ -68,16 +68,14 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        self._check_finite("samples", [self.samples, self.total])
+        numbers = [("samples", [self.samples, self.total])]
         for metric in self.metrics:
             stderr = 0 if metric.stderr is None else metric.stderr
-            self._check_finite(metric.name, [metric.value, stderr, *metric.references.values()])
-
-    def _check_finite(self, name: str, values: list[Any]) -> None:
-        """Raises ValueError if a value is not a finite number, as NaN or text from a file."""
-        for value in values:
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
+            numbers.append((metric.name, [metric.value, stderr, *metric.references.values()]))
+        for name, values in numbers:
+            for value in values:  # from a file it may be NaN or text
+                if type(value) not in (int, float) or not math.isfinite(value):
+                    raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
 
     @property
     def partial(self) -> bool:
