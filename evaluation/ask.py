@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..console import Console, escaped
 from ..data.rows.images import decode_image
 from ..errors import writing_to
-from ..models import ModelHandle, ModelOptions, require_processor, resolve_model
+from ..models import ModelOptions, require_processor, resolve_model
 from .answering import (
     AnswerStream,
     Message,
@@ -108,16 +108,21 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     decoded_images = []
     if questions:
         check_texts(processor, [question.turns for question in questions])
-        check_length(handle, questions[0].conversation())
+        conversation = questions[0].conversation()
     else:
         decoded_images = [decode_image({"path": str(image), "bytes": None}) for image in images]
-        check_length(handle, [*start, user_turn("", decoded_images)])
+        conversation = [*start, user_turn("", decoded_images)]
+    token_count = model_inputs(processor, [conversation])["input_ids"].shape[1]
+    try:
+        require_free_positions(handle.config, token_count)
+    except ValueError as error:
+        raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
     loaded = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
     if not questions:
         converse(loaded, processor, start, decoded_images, options.max_new_tokens)
     elif len(questions) == 1 and options.output is None:
         Console(stderr=True).print(f"Reading {questions[0].name} ...")  # minutes, on some CPUs
-        print_answer(loaded, processor, questions[0].conversation(), options.max_new_tokens)
+        print_answer(loaded, processor, conversation, options.max_new_tokens)
     else:
         answer_all(loaded, processor, questions, options, model, answered_count)
 
@@ -136,15 +141,6 @@ def _read_questions_of_words(
     if options.output is not None:
         raise ValueError("--output needs questions: give one, in quotes, or --data.")
     return []
-
-
-def check_length(handle: ModelHandle, conversation: Sequence[Message]) -> None:
-    """Raises ValueError if the model has too few positions for the conversation and an answer."""
-    inputs = model_inputs(handle.processor, [conversation])
-    try:
-        require_free_positions(handle.config, inputs["input_ids"].shape[1])
-    except ValueError as error:
-        raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
 
 
 def print_answer(

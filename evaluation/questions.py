@@ -75,10 +75,14 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
     """
     images = [Path(word).expanduser() for word in words]
     question = None
-    is_path = words and words[-1].strip() and os.path.exists(images[-1])  # "" would be this folder
-    if words and not is_path and not _names_an_image(words[-1]):
-        question = words[-1]
-        images.pop()
+    if words:
+        last_word = words[-1]
+        is_path = last_word.strip() and os.path.exists(images[-1])  # "" would be this folder
+        # A missing `kite.png` is an image, but `What is in kite.png?` is a question.
+        names_an_image = last_word.lower().endswith(SUFFIXES) and " " not in last_word.strip()
+        if not is_path and not names_an_image:
+            question = last_word
+            images.pop()
     for image in images:
         if not os.path.exists(image):
             raise ValueError(
@@ -88,14 +92,6 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
     if question is not None and not question.strip():
         raise ValueError("The question is empty. Write one, in quotes.")
     return images, question
-
-
-def _names_an_image(word: str) -> bool:
-    """Returns whether a word that is not a file looks like one.
-
-    `kite.png` does, but not `What is in kite.png?`.
-    """
-    return word.lower().endswith(SUFFIXES) and " " not in word.strip()
 
 
 def question_about(images: Sequence[Path], text: str, system: str | None) -> Question:
@@ -209,7 +205,13 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
         if message["role"] == "assistant":
             truth = text_of(message)
             break
-        turns.append(_with_types(message))
+        content = []
+        for part in message["content"]:
+            if part["type"] == "image":
+                content.append({"type": "image"})
+            else:
+                content.append({"type": "text", "text": part.get("text") or ""})
+        turns.append({"role": message["role"], "content": content})
     if not turns or turns[-1]["role"] != "user" or not text_of(turns[-1]):
         raise ValueError("it has no question")
     turn_count = len(turns)
@@ -225,14 +227,3 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
         truth=truth,
         further_turns=len(later_messages),
     )
-
-
-def _with_types(message: dict) -> Message:
-    """Returns a turn with the type of each part, and the text of texts."""
-    content = []
-    for part in message["content"]:
-        if part["type"] == "image":
-            content.append({"type": "image"})
-        else:
-            content.append({"type": "text", "text": part.get("text") or ""})
-    return {"role": message["role"], "content": content}

@@ -176,15 +176,12 @@ def _options(document: dict) -> dict[str, str]:
         # Questions of MMBench with fewer options have "nan" or nothing there.
         if option_text not in (None, "", "nan"):
             options[letter] = option_text
-    return options or _options_in_question(document["question"])
-
-
-def _options_in_question(question: str) -> dict[str, str]:
-    """Returns the options that a question of MMStar lists at its end. A missing one has no text."""
-    options = dict.fromkeys("ABCD", "")
-    after_title = re.split(r"\b(?:Options|Choices):", question)[-1]
-    for letter, option_text in OPTION.findall(after_title.strip()):
-        options[letter] = option_text.strip()
+    if not options:
+        # Questions of MMStar list them at their end. A missing one has no text.
+        options = dict.fromkeys("ABCD", "")
+        after_title = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
+        for letter, option_text in OPTION.findall(after_title.strip()):
+            options[letter] = option_text.strip()
     return options
 
 
