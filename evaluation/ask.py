@@ -4,6 +4,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from .answering import (
 from .questions import (
     Question,
     check_images,
-    question_about,
     read_questions,
-    read_questions_about_each,
+    read_questions_of_words,
     read_words,
     system_turns,
 )
@@ -83,7 +83,9 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     """
     images, text = read_words(words)
     if options.data is None:
-        questions = _read_questions_of_words(images, text, options)
+        questions = read_questions_of_words(images, text, options.system)
+        if not questions and options.output is not None:
+            raise ValueError("--output needs questions: give one, in quotes, or --data.")
     elif words:
         raise ValueError("--data has the images and questions. Leave the others out.")
     else:
@@ -125,22 +127,6 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
         print_answer(loaded, processor, conversation, options.max_new_tokens)
     else:
         answer_all(loaded, processor, questions, options, model, answered_count)
-
-
-def _read_questions_of_words(
-    images: Sequence[Path], text: str | None, options: AskOptions
-) -> list[Question]:
-    """Reads the questions of a command line without data. Without any, it starts a conversation.
-
-    Raises ValueError if the folder of images has none, or answers to no question are to be written.
-    """
-    if images and images[0].is_dir():
-        return read_questions_about_each(images[0], images[1:], text, options.system)
-    if text is not None:
-        return [question_about(images, text, options.system)]
-    if options.output is not None:
-        raise ValueError("--output needs questions: give one, in quotes, or --data.")
-    return []
 
 
 def print_answer(
@@ -229,26 +215,22 @@ def count_answered(file: Path, questions: Sequence[Question], model_name: str) -
     stored_bytes = file.read_bytes()
     whole_lines = stored_bytes[: stored_bytes.rfind(b"\n") + 1]
     lines = whole_lines.splitlines()
-    pairs = zip(lines, questions, strict=False)
-    is_continued = all(_is_answer(line, question, model_name) for line, question in pairs)
-    if not is_continued or len(lines) > len(questions):
+    answered_count = 0
+    for line, question in zip(lines, questions, strict=False):
+        row = None
+        with suppress(ValueError):
+            row = json.loads(line)
+        identity = _identity(model_name, question)
+        if isinstance(row, dict) and "answer" in row and identity.items() <= row.items():
+            answered_count += 1
+    if answered_count < len(lines):
         raise ValueError(
             f"{file} exists and has answers of another model or to other questions. Give another "
             "--output."
         )
     if whole_lines != stored_bytes:
         file.write_bytes(whole_lines)
-    return len(lines)
-
-
-def _is_answer(line: bytes, question: Question, model_name: str) -> bool:
-    """Returns whether a line of a file has this model's answer to the question."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    identity = _identity(model_name, question)
-    return isinstance(row, dict) and "answer" in row and identity.items() <= row.items()
+    return answered_count
 
 
 def _identity(model_name: str, question: Question) -> dict:
@@ -281,7 +263,11 @@ def converse(
         console.print(HOW_TO_TALK, soft_wrap=True)
     turns = list(start)
     waiting_images = list(images)  # for the next turn
-    for text in _typed_lines(prompt):
+    while True:
+        try:
+            text = input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
         command, _, argument = text.partition(" ")
         try:
             if command == "/new":
@@ -299,13 +285,3 @@ def converse(
             console.print(f"Error: {error}", soft_wrap=True)
         except KeyboardInterrupt:
             print()
-
-
-def _typed_lines(prompt: str) -> Iterator[str]:
-    """Yields the lines of standard input, stripped, until its end or Ctrl-C."""
-    while True:
-        try:
-            line = input(prompt)
-        except (EOFError, KeyboardInterrupt):
-            return
-        yield line.strip()

@@ -103,25 +103,27 @@ def question_about(images: Sequence[Path], text: str, system: str | None) -> Que
     return Question(image_names or "the question", turns, stored_images)
 
 
-def read_questions_about_each(
-    folder: Path, further: Sequence[Path], text: str | None, system: str | None
+def read_questions_of_words(
+    images: Sequence[Path], text: str | None, system: str | None
 ) -> list[Question]:
-    """Reads the images in a folder and the folders in it, and asks the same about each.
+    """Reads the questions of a command line: one, or the same about each image in a folder.
 
     Args:
-        folder: Folder of images.
-        further: Other images of the command line. There may be none.
-        text: The question.
+        images: Images of the question, or a folder. The folders in it are read, too.
+        text: The question. None is for a conversation: it has no questions yet.
         system: System turn, or None.
 
     Raises:
-        ValueError: The folder has no image, the question is missing, or other images are given too.
+        ValueError: A folder has no image, its question is missing, or other images are given too.
     """
+    if not images or not images[0].is_dir():
+        return [] if text is None else [question_about(images, text, system)]
+    folder = images[0]
     if text is None:
         raise ValueError(
             f"{folder} is a folder of images. Give the question about each, in quotes."
         )
-    if further:
+    if len(images) > 1:
         raise ValueError(f"{folder} is a folder. To ask about its images, give no other images.")
     questions = []
     for file in sorted(folder.rglob("*")):

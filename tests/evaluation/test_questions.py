@@ -18,7 +18,7 @@ from normalign_llava.evaluation.questions import (
     check_images,
     question_about,
     read_questions,
-    read_questions_about_each,
+    read_questions_of_words,
     read_words,
 )
 
@@ -44,7 +44,7 @@ def image_folder(tmp_path):
 
 
 def test_each_image_in_a_folder_and_below_is_asked_about_in_order(image_folder):
-    asked = read_questions_about_each(image_folder, [], "what?", "Be brief.")
+    asked = read_questions_of_words([image_folder], "what?", "Be brief.")
     assert [question.name for question in asked] == ["RED.PNG", "a.d/white.png", "b/blue.png"]
     for question in asked:
         assert question.text == "what?"
@@ -55,7 +55,7 @@ def test_each_image_in_a_folder_and_below_is_asked_about_in_order(image_folder):
 
 
 def test_the_image_of_a_question_is_not_kept_in_memory(image_folder):
-    question_about_blue = read_questions_about_each(image_folder, [], "what?", "Be brief.")[2]
+    question_about_blue = read_questions_of_words([image_folder], "what?", "Be brief.")[2]
     user_turn = question_about_blue.conversation()[1]
     assert user_turn["content"][0]["image"].getpixel((0, 0)) == (0, 0, 255)
     assert question_about_blue.turns[1]["content"][0]["image"] is None
@@ -63,18 +63,18 @@ def test_the_image_of_a_question_is_not_kept_in_memory(image_folder):
 
 def test_images_in_a_folder_need_a_question(image_folder):
     with pytest.raises(ValueError, match="Give the question about each"):
-        read_questions_about_each(image_folder, [], None, None)
+        read_questions_of_words([image_folder], None, None)
 
 
 def test_besides_a_folder_no_other_images_are_given(image_folder):
-    other_images = [image_folder / "RED.PNG"]
+    images = [image_folder, image_folder / "RED.PNG"]
     with pytest.raises(ValueError, match="give no other images"):
-        read_questions_about_each(image_folder, other_images, "what?", None)
+        read_questions_of_words(images, "what?", None)
 
 
 def test_a_folder_without_an_image_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no image"):
-        read_questions_about_each(tmp_path, [], "what?", None)
+        read_questions_of_words([tmp_path], "what?", None)
 
 
 def test_a_question_about_images_is_named_after_them(tmp_path):
