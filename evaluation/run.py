@@ -196,7 +196,9 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         except NotWritable:
             raise
         except Exception as error:  # whatever it is, the other tasks are run
-            failed[task_name] = _failure(error)
+            on_device = device_error(error, "Lower batch_size, or use load_in_4bit.")
+            message = " ".join(str(error).split())
+            failed[task_name] = on_device or f"{type(error).__name__}: {message[:400]}"
             console.print(f"{task_name} could not be run: {failed[task_name]}", style="red")
     ordered = [results[task_name] for task_name in chosen if task_name in results]
     return Evaluated(output / EVALUATION / SUMMARY, ordered, failed)
@@ -285,12 +287,3 @@ def _read_reusable_results(
 def _harness_files(folder: Path) -> set[str]:
     """Returns the names of the files in a task's folder that the harness wrote."""
     return {file.name for file in folder.glob("*s_*.json*")}
-
-
-def _failure(error: Exception) -> str:
-    """Returns in one line why a task could not be run."""
-    on_device = device_error(error, "Lower batch_size, or use load_in_4bit.")
-    if on_device:
-        return on_device
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message[:400]}"
