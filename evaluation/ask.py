@@ -3,7 +3,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from .answering import (
     check_texts,
     make_turn,
     model_inputs,
-    require_free_positions,
+    require_answer_limit,
     user_turn,
 )
 from .questions import (
@@ -116,7 +116,7 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
         conversation = [*start, user_turn("", decoded_images)]
     token_count = model_inputs(processor, [conversation])["input_ids"].shape[1]
     try:
-        require_free_positions(handle.config, token_count)
+        require_answer_limit(handle.config, token_count, options.max_new_tokens)
     except ValueError as error:
         raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
     loaded = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
@@ -171,7 +171,7 @@ def answer_all(
                 for question, answer_text in zip(question_batch, answer_texts, strict=True):
                     print(escaped(f"{question.name}: {answer_text}"), flush=True)
             else:
-                append_rows(options.output, answer_rows(model_name, question_batch, answer_texts))
+                append_answers(options.output, model_name, question_batch, answer_texts)
             progress.advance(progress_task, len(question_batch))
     further = sum(question.further_turns > 0 for question in questions)
     if further:
@@ -180,23 +180,19 @@ def answer_all(
         console.print(f"Written to {options.output}.", soft_wrap=True)
 
 
-def answer_rows(
-    model_name: str, questions: Iterable[Question], texts: Iterable[str]
-) -> Iterator[dict]:
-    """Yields what the file of answers says of each question."""
-    for question, answer_text in zip(questions, texts, strict=True):
-        row = _identity(model_name, question) | {"answer": answer_text}
-        if question.truth is not None:
-            row["truth"] = question.truth
-        yield row
-
-
-def append_rows(file: Path, rows: Iterable[dict]) -> None:
-    """Writes a line of JSON for each row at the end of a file. They are on disk when this returns.
+def append_answers(
+    file: Path, model_name: str, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """Writes a line of JSON for each answer at the end of a file. They are on disk when it returns.
 
     Raises OSError if they cannot be written.
     """
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = []
+    for question, text in zip(questions, texts, strict=True):
+        row = _identity(model_name, question) | {"answer": text}
+        if question.truth is not None:
+            row["truth"] = question.truth
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     with writing_to(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8", errors="replace") as answers_file:

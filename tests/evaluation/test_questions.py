@@ -1,5 +1,7 @@
 """The questions of `normalign ask`: of a folder, of rows, and of a file that has answers."""
 
+import json
+
 import pytest
 import train_data
 
@@ -8,8 +10,7 @@ from normalign_llava.data.sources.source import open_source
 from normalign_llava.evaluation import questions
 from normalign_llava.evaluation.ask import (
     AskOptions,
-    answer_rows,
-    append_rows,
+    append_answers,
     ask,
     count_answered,
 )
@@ -270,23 +271,22 @@ def test_a_file_of_answers_is_continued_after_its_last_answer(tmp_path):
     output_path = tmp_path / "new" / "a.jsonl"
     assert count_answered(output_path, QUESTIONS, "m") == 0
 
-    first_row, second_row = answer_rows("m", QUESTIONS, ["ä", "b"])
+    append_answers(output_path, "m", QUESTIONS[:1], ["ä"])
+    assert count_answered(output_path, QUESTIONS, "m") == 1
+    assert "ä" in output_path.read_text(encoding="utf-8")
+
+    append_answers(output_path, "m", QUESTIONS[1:], ["b"])
+    assert count_answered(output_path, QUESTIONS, "m") == 2
+    first_row, second_row = map(json.loads, output_path.read_text(encoding="utf-8").splitlines())
     assert first_row["answer"] == "ä"
     assert second_row["answer"] == "b"
     assert "truth" not in first_row
 
-    append_rows(output_path, [first_row])
-    assert count_answered(output_path, QUESTIONS, "m") == 1
-    assert "ä" in output_path.read_text(encoding="utf-8")
 
-    append_rows(output_path, [second_row])
-    assert count_answered(output_path, QUESTIONS, "m") == 2
-
-
-def test_a_row_of_an_answer_has_the_true_answer_if_it_is_known():
+def test_a_row_of_an_answer_has_the_true_answer_if_it_is_known(tmp_path):
     question = Question("row", QUESTIONS[0].turns, truth="")
-    (row,) = answer_rows("m", [question], ["a"])
-    assert row == {
+    append_answers(tmp_path / "a.jsonl", "m", [question], ["a"])
+    assert json.loads((tmp_path / "a.jsonl").read_text()) == {
         "model": "m",
         "name": "row",
         "question": "A?",
@@ -295,7 +295,8 @@ def test_a_row_of_an_answer_has_the_true_answer_if_it_is_known():
     }
 
 
-FIRST_ROW, SECOND_ROW = answer_rows("m", QUESTIONS, ["a", "b"])
+FIRST_ROW = {"model": "m", "name": "the question", "question": "A?", "answer": "a"}
+SECOND_ROW = {"model": "m", "name": "the question", "question": "B?", "answer": "b"}
 FIRST_ROW_OF_OTHER_MODEL = {**FIRST_ROW, "model": "n"}
 ROW_WITHOUT_ANSWER = {name: value for name, value in FIRST_ROW.items() if name != "answer"}
 
@@ -314,7 +315,7 @@ ROW_WITHOUT_ANSWER = {name: value for name, value in FIRST_ROW.items() if name !
 )
 def test_a_file_of_other_answers_is_left_alone(tmp_path, rows):
     output_path = tmp_path / "answers.jsonl"
-    append_rows(output_path, rows)
+    output_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with output_path.open("a") as opened:
         opened.write('{"not whole')
     before = output_path.read_bytes()
@@ -343,6 +344,6 @@ def test_an_output_needs_questions(tmp_path):
 
 def test_an_output_is_checked_before_the_model_is_opened(tmp_path):
     output_path = tmp_path / "a.jsonl"
-    append_rows(output_path, [{}])
+    output_path.write_text("{}\n")
     with pytest.raises(ValueError, match="Give another --output"):
         ask("gone", ["what?"], AskOptions(output=output_path))
