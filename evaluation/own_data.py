@@ -5,7 +5,6 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
 from hashlib import sha256
 from string import ascii_uppercase
 from typing import Any
@@ -81,14 +80,12 @@ def own_task(
             problem = image_problem(row["images"], opened.rules)
             if problem:
                 raise ValueError(problem[1])
-            row_documents = _require_documents(row, first_document)
+            row_documents = _require_documents(row, number, first_document)
         except ValueError as error:
             refused_rows.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
             continue
-        if len(row_documents) > 1:
-            rows_with_several += 1
-        for document in row_documents:
-            documents.append({"row": number, **document})
+        rows_with_several += len(row_documents) > 1
+        documents.extend(row_documents)
     if refused_rows:
         raise ValueError(bad_rows_message(opened, refused_rows, len(rows), use="evaluated"))
     if not rows:
@@ -103,7 +100,7 @@ def own_task(
     return _read_task(label_of_data(data, source), documents, [row["images"] for row in rows])
 
 
-def _require_documents(row: dict, first: Document | None) -> list[Document]:
+def _require_documents(row: dict, number: int, first: Document | None) -> list[Document]:
     """Returns what a row asks, a document for each question.
 
     In FineVision's form, the turns of a row are separate questions about its images. In other
@@ -135,7 +132,7 @@ def _require_documents(row: dict, first: Document | None) -> list[Document]:
             "its system turn, or whether it has choices, differs from the first row; use several "
             "files"
         )
-    documents: list[Document] = []
+    documents = []
     for question, answer in zip(questions, answers, strict=True):
         prompt = image_markers + question if documents else question
         learned_answer = plain(answer) or answer
@@ -150,6 +147,7 @@ def _require_documents(row: dict, first: Document | None) -> list[Document]:
             true_answers = [letter]
         # The version of the task is a hash of the documents, in this order.
         document = {
+            "row": number,
             "system": system,
             "prompt": prompt,
             "answer": learned_answer,
@@ -165,8 +163,8 @@ def _check_what_is_read(name: str, rows: list[dict]) -> None:
 
     Raises ValueError if no image is read where most rows seem to have one.
     """
-    unused_columns: Counter[str] = Counter()
-    changes: Counter[str] = Counter()
+    unused_columns = Counter[str]()
+    changes = Counter[str]()
     for row in rows:
         unused_columns.update(row["left_out"])
         changes.update(row["changed"])
@@ -250,28 +248,26 @@ def _scores(document: Document, answers: list[str]) -> dict:
         answers: The answer with the image, then the one with the white image.
     """
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    normalized_answers: list[str | None] = []
-    scoring_rules: list[tuple[str, str, Callable]] = [("exact_match", "blank", _is_one_of)]
-    if options:
-        normalized_answers += [chosen_option(answer, options) for answer in answers]
-        scoring_rules = [("acc", "blank", _is_one_of)]
-    else:
-        normalized_answers += [plain(answer) or answer.strip() for answer in answers]
-        scoring_rules.append(("contains", "blank_contains", contains_any))
+    accepted = document["answers"]
+    accepted_for_blank = document["blank"]
+    blank_count = len(accepted_for_blank)
     scores: dict[str, Any] = {"commonest": document["answer"]}
-    for metric_name, blank_name, is_right in scoring_rules:
-        scores[metric_name] = float(is_right(normalized_answers[0], document["answers"]))
-        true_answers = document["blank"]
-        if true_answers:
-            right_count = sum(
-                is_right(normalized_answers[1], accepted) for accepted in true_answers
-            )
-            scores[blank_name] = [right_count, len(true_answers)]
+    if options:
+        letters = [chosen_option(answer, options) for answer in answers]
+        scores["acc"] = float(letters[0] in accepted)
+        if blank_count:
+            right_count = sum(letters[1] in texts for texts in accepted_for_blank)
+            scores["blank"] = [right_count, blank_count]
+        return scores
+    words = [plain(answer) or answer.strip() for answer in answers]
+    scores["exact_match"] = float(words[0] in accepted)
+    scores["contains"] = float(contains_any(words[0], accepted))
+    if blank_count:
+        right_count = sum(words[1] in texts for texts in accepted_for_blank)
+        scores["blank"] = [right_count, blank_count]
+        right_count = sum(contains_any(words[1], texts) for texts in accepted_for_blank)
+        scores["blank_contains"] = [right_count, blank_count]
     return scores
-
-
-def _is_one_of(answer: str | None, accepted: list[str]) -> bool:
-    return answer in accepted
 
 
 def contains_any(answer: str, texts: list[str]) -> bool:

@@ -199,8 +199,7 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
     images = [opened.rules.image(image) for image in row.images]
     problem = image_problem(images, opened.rules, decode=False)
     if problem:
-        _, reason = problem
-        raise ValueError(reason)
+        raise ValueError(problem[1])
     turns = []
     truth = None
     for message in row.messages:
