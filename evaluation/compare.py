@@ -199,10 +199,8 @@ def compare_models(models: Sequence[ModelScores], confidence: float = CONFIDENCE
     first, *others = models
     differences = []
     for task in common_tasks:
-        questions = _require_shared_questions(task, models)
-        reference = _score_array(first, task, questions)
-        for model in others:
-            scores = _score_array(model, task, questions)
+        reference, *scores_of_others = _require_shared_scores(task, models)
+        for model, scores in zip(others, scores_of_others, strict=True):
             p_value = None
             is_one_run = len(scores) == len(reference) == 1
             if is_one_run and np.isin([scores, reference], [0, 1]).all():
@@ -211,7 +209,7 @@ def compare_models(models: Sequence[ModelScores], confidence: float = CONFIDENCE
                 task=task,
                 model=model.name,
                 against=first.name,
-                questions=len(questions),
+                questions=scores.shape[1],
                 score=float(scores.mean()),
                 reference=float(reference.mean()),
                 over_questions=over_questions(scores.mean(0), reference.mean(0), confidence),
@@ -227,8 +225,8 @@ def _runs(models: Sequence[ModelScores]) -> list[dict[str, Scores]]:
     return [run for model in models for run in model.runs]
 
 
-def _require_shared_questions(task: str, models: Sequence[ModelScores]) -> list[QuestionKey]:
-    """Returns the questions of a task that all runs answered, in order.
+def _require_shared_scores(task: str, models: Sequence[ModelScores]) -> list[Array]:
+    """Returns each model's scores `(runs, questions)` of the questions that all runs answered.
 
     Raises ValueError if the runs were asked different questions, as with different versions of the
     data. Some true answers are then the same by chance, so each shared number must have the same.
@@ -241,15 +239,14 @@ def _require_shared_questions(task: str, models: Sequence[ModelScores]) -> list[
             f"{task} asked the models different questions. Evaluate them again, with one version "
             "of the task and its data."
         )
-    return sorted(shared_keys)
-
-
-def _score_array(model: ModelScores, task: str, questions: Sequence[QuestionKey]) -> Array:
-    """Returns a model's scores, `(runs, questions)`."""
-    scores_by_run = []
-    for run in model.runs:
-        scores_by_run.append([run[task][question] for question in questions])
-    return np.array(scores_by_run)
+    questions = sorted(shared_keys)
+    scores_by_model = []
+    for model in models:
+        scores_by_run = []
+        for run in model.runs:
+            scores_by_run.append([run[task][question] for question in questions])
+        scores_by_model.append(np.array(scores_by_run))
+    return scores_by_model
 
 
 def over_questions(

@@ -166,7 +166,9 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     weights, settings = _require_weights_and_settings(handle, options)
     output = options.output
     if output is None:
-        output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
+        output = Path(handle.checkpoint.name)
+        if not output.is_dir():  # a Hub id
+            output = Path("evaluations", handle.name.replace("/", "--"))
     output = Path(os.path.expanduser(output))
     with lock_folder(output):
         (output / EVALUATION).mkdir(exist_ok=True)
@@ -204,12 +206,6 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     return Evaluated(output / EVALUATION / SUMMARY, ordered, failed)
 
 
-def _model_folder(handle: ModelHandle) -> Path | None:
-    """Returns the folder of a model's files, or None for a Hub id."""
-    folder = Path(handle.checkpoint.name)
-    return folder if folder.is_dir() else None
-
-
 def _require_weights_and_settings(
     handle: ModelHandle, options: EvaluateOptions
 ) -> tuple[str, dict[str, Any]]:
@@ -223,11 +219,10 @@ def _require_weights_and_settings(
         ValueError: `options.dtype` names no dtype, or the weights cannot be read.
         ImportError: Weights are quantized, but bitsandbytes is not installed.
     """
-    folder = _model_folder(handle)
-    if folder is None:
-        weights = f"{handle.checkpoint.name}@{handle.checkpoint.revision}"
-        model_files = None
-    else:
+    weights = f"{handle.checkpoint.name}@{handle.checkpoint.revision}"
+    model_files = None
+    folder = Path(handle.checkpoint.name)
+    if folder.is_dir():
         weights = files_hash(folder, WEIGHT_FILES)
         model_files = files_hash(folder, *FILES_BESIDE_WEIGHTS)
     task_files = None

@@ -131,12 +131,12 @@ def read_vision_parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Projec
     gain = tensors.get("norm.weight")
     norm_bias = None
     if gain is not None:
-        norm_bias = tensors.get("norm.bias", torch.zeros(len(gain)).double())
+        norm_bias = tensors.get("norm.bias", torch.zeros_like(gain))
     projector = Projector(
         weight_1=weight_1,
-        bias_1=tensors.get("linear_1.bias", torch.zeros(len(weight_1)).double()),
+        bias_1=tensors.get("linear_1.bias", weight_1.new_zeros(len(weight_1))),
         weight_2=weight_2,
-        bias_2=tensors.get("linear_2.bias", torch.zeros(len(weight_2)).double()),
+        bias_2=tensors.get("linear_2.bias", weight_2.new_zeros(len(weight_2))),
         gain=gain,
         norm_bias=norm_bias,
         eps=getattr(checkpoint.config, "projector_norm_eps", 1e-5),
