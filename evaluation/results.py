@@ -125,28 +125,6 @@ def read_samples(folder: Path) -> Iterator[tuple[str, dict]]:
             yield task, json_object(line, str(samples_file))
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A question of own data, what the model answered, and what is right."""
-
-    question: str
-    text: str
-    true: list[str]
-
-
-def read_answers(folder: Path) -> list[Answer]:
-    """Reads the answers to own questions that the harness stored in a task's folder, in order.
-
-    Empty without any. Answers to white images are not among them.
-    """
-    answers = []
-    for _, sample in read_samples(folder):
-        document = sample["doc"]
-        answer_text = str(sample["filtered_resps"][0])
-        answers.append(Answer(document["prompt"], answer_text, list(document["answers"])))
-    return answers
-
-
 def files_hash(folder: Path, *patterns: str) -> str:
     """Reads the files in a folder that match a pattern, and hashes their names and contents."""
     matching_files = {file for pattern in patterns for file in folder.glob(pattern)}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -30,8 +31,8 @@ from .results import (
     WEIGHT_FILES,
     Evaluation,
     files_hash,
-    read_answers,
     read_evaluations,
+    read_samples,
 )
 from .tasks.offline import OfflineTask
 
@@ -69,8 +70,11 @@ class Evaluated(Printed):
             table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)
             table.title = f"The first answers of {result.task}"
             table.title_justify = "left"
-            for answer in read_answers(self.file.parent / result.task)[:EXAMPLES]:
-                row = (answer.question, answer.text or "(nothing)", " or ".join(answer.true))
+            samples = read_samples(self.file.parent / result.task)
+            for _, sample in islice(samples, EXAMPLES):
+                document = sample["doc"]
+                answer = str(sample["filtered_resps"][0])  # the next is to a white image
+                row = (document["prompt"], answer or "(nothing)", " or ".join(document["answers"]))
                 shortened = [shorten(cell, WIDEST, placeholder=" ...") for cell in row]
                 table.add_row(*map(Text, shortened))  # a str would be read as rich's markup
             if table.rows:
