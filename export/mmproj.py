@@ -18,8 +18,7 @@ from transformers import AutoModel
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.untrusted import fetch_checked_weights, refuse_unreadable
 from .projector import Projector, computed_by_llama_cpp, projector_tensors
-from .requirements import TOWER_ACTIVATIONS, feature_layers
-from .resizing import NO_TILES, is_padded
+from .requirements import NO_TILES, TOWER_ACTIVATIONS, feature_layers, is_padded
 
 
 LARGEST_DIFFERENCE = 0.01
@@ -29,9 +28,9 @@ That GELU is computed with tanh makes some 1e-4.
 """
 
 _FILE_TYPES = {
-    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    torch.float32: gguf.LlamaFileType.ALL_F32,
+    torch.float16: gguf.LlamaFileType.MOSTLY_F16,
+    torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16,
 }
 _LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -70,9 +69,20 @@ def write_mmproj(checkpoint: Checkpoint, file: Path, name: str, dtype: torch.dty
     features = sample_features(checkpoint, tower)
     tower_eps = checkpoint.config.vision_config.layer_norm_eps
     projector_part, difference = project_for_llama_cpp(projector, features, tower_eps)
-    tower_part = tower_tensors(tower, max(feature_layers(checkpoint.config)))
+    tower_part = {
+        "v.patch_embd.weight": tower[f"{_PATCHES}.weight"],
+        "v.patch_embd.bias": tower[f"{_PATCHES}.bias"],
+        _POSITIONS: tower["embeddings.position_embedding.weight"],
+    }
+    for layer in range(max(feature_layers(checkpoint.config))):
+        for part_name, gguf_name in _LAYER_NAMES.items():
+            for kind in ("weight", "bias"):
+                tensor = tower[f"encoder.layers.{layer}.{part_name}.{kind}"]
+                tower_part[f"v.blk.{layer}.{gguf_name}.{kind}"] = tensor
     writer = gguf.GGUFWriter(file, "clip")
-    _add_settings(writer, checkpoint, name, _FILE_TYPES[dtype][1])
+    writer.add_name(name)
+    writer.add_file_type(_FILE_TYPES[dtype])
+    _add_settings(writer, checkpoint)
     for tensor_name, tensor in (tower_part | projector_part).items():
         stored_dtype = torch.float32
         if tensor_name in tower_part and tensor.ndim > 1 and tensor_name != _POSITIONS:
@@ -83,7 +93,7 @@ def write_mmproj(checkpoint: Checkpoint, file: Path, name: str, dtype: torch.dty
                 f"{tensor_name} has values that are not finite in {stored_dtype}. Choose float32."
             )
         if stored_dtype == torch.bfloat16:
-            quantization, _ = _FILE_TYPES[stored_dtype]
+            quantization = gguf.GGMLQuantizationType.BF16
             rows = gguf.quants.quantize(values.float().numpy(), quantization)
             writer.add_tensor(tensor_name, rows, raw_dtype=quantization)
         else:
@@ -142,21 +152,6 @@ def read_vision_parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Projec
         eps=getattr(checkpoint.config, "projector_norm_eps", 1e-5),
     )
     return tower, projector
-
-
-def tower_tensors(tower: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Returns the tensors of a SigLIP encoder's first layers by their names in llama.cpp."""
-    tensors = {
-        "v.patch_embd.weight": tower[f"{_PATCHES}.weight"],
-        "v.patch_embd.bias": tower[f"{_PATCHES}.bias"],
-        _POSITIONS: tower["embeddings.position_embedding.weight"],
-    }
-    for layer in range(layers):
-        for name, gguf_name in _LAYER_NAMES.items():
-            for kind in ("weight", "bias"):
-                tensor = tower[f"encoder.layers.{layer}.{name}.{kind}"]
-                tensors[f"v.blk.{layer}.{gguf_name}.{kind}"] = tensor
-    return tensors
 
 
 @torch.no_grad()
@@ -220,16 +215,12 @@ def project_for_llama_cpp(
     return tensors, difference
 
 
-def _add_settings(
-    writer: gguf.GGUFWriter, checkpoint: Checkpoint, name: str, file_type: gguf.LlamaFileType
-) -> None:
+def _add_settings(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     vision = config.vision_config
     image_processor: Any = checkpoint.processor.image_processor
     layers = feature_layers(config)
     writer.add_type("mmproj")
-    writer.add_name(name)
-    writer.add_file_type(file_type)
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type("mlp")
     writer.add_vision_image_size(vision.image_size)
