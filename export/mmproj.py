@@ -201,9 +201,8 @@ def project_for_llama_cpp(
     """
     features = features.double()
     largest_hidden = projector.hidden(features).norm(dim=-1).max().item()
-    tensors = {}
-    for name, tensor in projector_tensors(projector, tower_eps, largest_hidden).items():
-        tensors[name] = tensor.float()
+    exact_tensors = projector_tensors(projector, tower_eps, largest_hidden)
+    tensors = {name: tensor.float() for name, tensor in exact_tensors.items()}
     expected = projector.project(features)
     computed = computed_by_llama_cpp(tensors, features.float(), tower_eps)
     difference = ((computed - expected).abs().max() / expected.abs().max()).item()

@@ -110,16 +110,15 @@ def _render(processor: LlavaProcessor, turns: list[tuple[str, str]]) -> str:
 
 def _go_template(turn_texts: TurnTexts) -> str:
     """Returns the Go template that prints a prompt as [`TurnTexts.join`] does."""
-    literal = _go_literal
     return (
         '{{- $previous := "" }}{{- range .Messages }}'
-        f'{{{{- if eq .Role "system" }}}}{literal(turn_texts.before_system)}'
-        f'{{{{- else if eq .Role "assistant" }}}}{literal(turn_texts.question_to_answer)}'
-        f'{{{{- else if eq $previous "" }}}}{literal(turn_texts.before_first_question)}'
-        f'{{{{- else if eq $previous "system" }}}}{literal(turn_texts.system_to_question)}'
-        f"{{{{- else }}}}{literal(turn_texts.answer_to_question)}"
+        f'{{{{- if eq .Role "system" }}}}{_go_literal(turn_texts.before_system)}'
+        f'{{{{- else if eq .Role "assistant" }}}}{_go_literal(turn_texts.question_to_answer)}'
+        f'{{{{- else if eq $previous "" }}}}{_go_literal(turn_texts.before_first_question)}'
+        f'{{{{- else if eq $previous "system" }}}}{_go_literal(turn_texts.system_to_question)}'
+        f"{{{{- else }}}}{_go_literal(turn_texts.answer_to_question)}"
         "{{- end }}{{ .Content }}{{- $previous = .Role }}{{- end }}"
-        f"{literal(turn_texts.before_answer)}"
+        f"{_go_literal(turn_texts.before_answer)}"
     )
 
 

@@ -163,8 +163,7 @@ def _open_or_merge(options: ExportOptions, merged_folder: Path) -> Checkpoint:
     source = Path(os.path.expanduser(options.model))
     if not (source / ADAPTER_CONFIG).is_file():
         checkpoint = open_checkpoint(options.model)
-        image_processor = checkpoint.processor.image_processor
-        check_exportable(checkpoint.name, checkpoint.config, image_processor)
+        check_exportable(checkpoint.name, checkpoint.config, checkpoint.processor.image_processor)
         return checkpoint
     quantization = options.base_quantization
     adapter = open_adapter(source, options.base, quantization)
