@@ -106,7 +106,7 @@ def model_inputs(
     padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
         inputs = processor.apply_chat_template(
-            [list(conversation) for conversation in conversations],
+            list(map(list, conversations)),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -177,7 +177,7 @@ def answers(
         token_ids = model.generate(**inputs, max_new_tokens=answer_limit)
     answer_ids = token_ids[:, prompt_length:]
     decoded = processor.tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
-    return [answer.strip() for answer in decoded]
+    return list(map(str.strip, decoded))
 
 
 class AnswerStream:

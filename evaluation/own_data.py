@@ -132,7 +132,7 @@ def _require_documents(row: dict, number: int, first: Document | None) -> list[D
             "its system turn, or whether it has choices, differs from the first row; use several "
             "files"
         )
-    documents = []
+    documents: list[Document] = []
     for question, answer in zip(questions, answers, strict=True):
         prompt = image_markers + question if documents else question
         learned_answer = plain(answer) or answer
@@ -248,25 +248,26 @@ def _scores(document: Document, answers: list[str]) -> dict:
         answers: The answer with the image, then the one with the white image.
     """
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    accepted = document["answers"]
-    accepted_for_blank = document["blank"]
-    blank_count = len(accepted_for_blank)
-    scores: dict[str, Any] = {"commonest": document["answer"]}
     if options:
-        letters = [chosen_option(answer, options) for answer in answers]
-        scores["acc"] = float(letters[0] in accepted)
-        if blank_count:
-            right_count = sum(letters[1] in texts for texts in accepted_for_blank)
-            scores["blank"] = [right_count, blank_count]
+        metric_name = "acc"
+        compared: list[Any] = [chosen_option(answer, options) for answer in answers]
+    else:
+        metric_name = "exact_match"
+        compared = [plain(answer) or answer.strip() for answer in answers]
+    scores = {
+        "commonest": document["answer"],
+        metric_name: float(compared[0] in document["answers"]),
+    }
+    accepted_for_blank = document["blank"]
+    if accepted_for_blank:
+        right_count = sum(compared[1] in accepted for accepted in accepted_for_blank)
+        scores["blank"] = [right_count, len(accepted_for_blank)]
+    if options:
         return scores
-    words = [plain(answer) or answer.strip() for answer in answers]
-    scores["exact_match"] = float(words[0] in accepted)
-    scores["contains"] = float(contains_any(words[0], accepted))
-    if blank_count:
-        right_count = sum(words[1] in texts for texts in accepted_for_blank)
-        scores["blank"] = [right_count, blank_count]
-        right_count = sum(contains_any(words[1], texts) for texts in accepted_for_blank)
-        scores["blank_contains"] = [right_count, blank_count]
+    scores["contains"] = float(contains_any(compared[0], document["answers"]))
+    if accepted_for_blank:
+        right_count = sum(contains_any(compared[1], accepted) for accepted in accepted_for_blank)
+        scores["blank_contains"] = [right_count, len(accepted_for_blank)]
     return scores
 
 

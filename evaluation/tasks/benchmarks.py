@@ -69,8 +69,15 @@ def _decoded(batch: dict[str, list]) -> dict[str, list]:
 
 mmbench = checked("index", "question", "hint", "answer", *"ABCD")
 mmstar = checked("question", "answer", "l2_category")
-CHOICES = [f"choice_{letter}" for letter in "ABCD"]
-seedbench = checked("question", "answer", *CHOICES, question_image_type=("chart", "map", "web"))
+seedbench = checked(
+    "question",
+    "answer",
+    "choice_A",
+    "choice_B",
+    "choice_C",
+    "choice_D",
+    question_image_type=("chart", "map", "web"),
+)
 scienceqa = checked("question", "choices", "answer", "hint")
 ai2d = checked("question", "options", "answer")
 pope = checked("question", category=("random", "popular", "adversarial"), answer=("yes", "no"))

@@ -148,9 +148,8 @@ def blank(counts: list[list[int]]) -> float:
 
     The pairs are, for each wording, how many questions are right, and how many there are.
     """
-    right_count = sum(right for right, _ in counts)
-    question_count = sum(asked for _, asked in counts)
-    return right_count / question_count
+    right_counts, question_counts = zip(*counts, strict=True)
+    return sum(right_counts) / sum(question_counts)
 
 
 def commonest(answers: list[str]) -> float:
