@@ -88,7 +88,7 @@ def chosen_tasks(
 
     Raises ValueError if a suite or task does not exist, or `limit` would cut questions of MMBench.
     """
-    task_names = []
+    task_names: list[str] = []
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"Suite {suite!r} does not exist. Name one of {', '.join(SUITES)}.")

@@ -184,8 +184,7 @@ def check_images(questions: Sequence[Question]) -> None:
 
     Shows a bar if there are many questions.
     """
-    are_few = len(questions) < 100
-    for question in track(questions, "checking images", disable=are_few):
+    for question in track(questions, "checking images", disable=len(questions) < 100):
         for image in question.images:
             try:
                 decode_image(dict(image), kept_side=1)
@@ -218,7 +217,6 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
     turn_count = len(turns)
     if turns[0]["role"] != "system":
         turns = [*system_turns(system), *turns]
-    later_messages = row.messages[turn_count + 1 :]  # after the answer
     # Images are in the order of the turns: later ones belong to turns that are not asked.
     image_count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
     return Question(
@@ -226,5 +224,5 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
         turns=turns,
         images=images[:image_count],
         truth=truth,
-        further_turns=len(later_messages),
+        further_turns=len(row.messages[turn_count + 1 :]),  # after the answer
     )
