@@ -106,7 +106,7 @@ def model_inputs(
     padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
         inputs = processor.apply_chat_template(
-            [list(conversation) for conversation in conversations],
+            list(map(list, conversations)),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -142,31 +142,20 @@ def check_texts(processor: ProcessorMixin, conversations: Sequence[Sequence[Mess
                 )
 
 
-def require_free_positions(config: Any, tokens: int) -> int | None:
-    """Returns how many tokens an answer to a prompt of `tokens` may have, or None without a limit.
-
-    Raises ValueError if the prompt leaves no room.
-    """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None:
-        return None
-    if tokens >= positions:
-        raise ValueError(
-            f"Images and text have {tokens:,} tokens, and the model reads {positions:,}. Shorten "
-            "the text, or give fewer images."
-        )
-    return positions - tokens
-
-
-def _require_answer_limit(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
+def require_answer_limit(config: Any, prompt_length: int, max_new_tokens: int) -> int:
     """Returns the most tokens of an answer: `max_new_tokens`, or the positions left if fewer.
 
     Raises ValueError if the prompt leaves no position for an answer.
     """
-    free_positions = require_free_positions(model.config, prompt_length)
-    if free_positions is None:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
         return max_new_tokens
-    return min(max_new_tokens, free_positions)
+    if prompt_length >= positions:
+        raise ValueError(
+            f"Images and text have {prompt_length:,} tokens, and the model reads {positions:,}. "
+            "Shorten the text, or give fewer images."
+        )
+    return min(max_new_tokens, positions - prompt_length)
 
 
 @torch.no_grad()
@@ -183,12 +172,12 @@ def answers(
     """
     inputs = model_inputs(processor, conversations).to(model.device, model.dtype)
     prompt_length = inputs["input_ids"].shape[1]
-    answer_limit = _require_answer_limit(model, prompt_length, max_new_tokens)
+    answer_limit = require_answer_limit(model.config, prompt_length, max_new_tokens)
     with decoding_greedily(model, processor.tokenizer):
         token_ids = model.generate(**inputs, max_new_tokens=answer_limit)
     answer_ids = token_ids[:, prompt_length:]
     decoded = processor.tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
-    return [answer.strip() for answer in decoded]
+    return list(map(str.strip, decoded))
 
 
 class AnswerStream:
@@ -221,9 +210,8 @@ class AnswerStream:
         self._model = model
         self._tokenizer = processor.tokenizer
         self._inputs = inputs
-        self._answer_limit = _require_answer_limit(
-            model, inputs["input_ids"].shape[1], max_new_tokens
-        )
+        prompt_length = inputs["input_ids"].shape[1]
+        self._answer_limit = require_answer_limit(model.config, prompt_length, max_new_tokens)
         self._stopped = Event()
         self.token_ids: Tensor | None = None
 

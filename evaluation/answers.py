@@ -7,23 +7,12 @@ judge (`can_infer`, `YOrN_Extraction`). lmms-eval 0.7 has a rule per benchmark, 
 
 import re
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from ..data.rows.values import plain
 
 
 _UNABLE = r"sorry|unable to|I can(?: ?not|['’]t)|cannot determine"
 _REFUSAL = re.compile(rf"\W*(?:I['’]m |I am )?(?:{_UNABLE})\b", re.I)
-
-
-class _Patterns(NamedTuple):
-    """Where letters of options stand in an answer. The first group of a pattern is the letter."""
-
-    whole: re.Pattern  # the answer is only a letter
-    named: re.Pattern  # a letter after "answer", "option" or "choice"
-    another: re.Pattern  # a second letter after such a one, as in "A or B"
-    capital: re.Pattern
-    lower_case: re.Pattern  # only as in "b)", or as in "b. " at the start
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
@@ -37,9 +26,10 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
         options: Texts of the options, by their letters.
     """
     answer = answer.strip()
-    patterns = _patterns("".join(options))
+    capitals = "".join(options)
+    small = capitals.lower()
     # 1. An answer that is a letter: "B", "b", "(B)", "**B**", "B."
-    whole_letter = patterns.whole.fullmatch(answer)
+    whole_letter = re.fullmatch(rf"[\W_]*([{capitals}{small}])[\W_]*", answer)
     if whole_letter:
         return whole_letter[1].upper()
     # 2. An answer that is the full text of an option.
@@ -49,15 +39,27 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
         return same[0]
     if _REFUSAL.match(answer):
         return None
+    # A letter or digit beside it makes it part of a word; a Chinese character does not: "答案是B".
+    before = r"(?<![A-Za-z0-9°])(?<![A-Za-z]-)(?<!\bnot )"
+    article = r"(?<=[Aa])[ \t]+(?!(?:is|or|and|nor|because|since)\b)\w"
+    after = rf"(?![A-Za-z0-9]|['’-][A-Za-z]|{article})"
+    marks = r"[\W_]*?"
+    gap = rf"{marks}(?:option\s)?{marks}"
     # 3. A letter after "answer", "option" or "choice": "The answer is B", "option b".
-    matches = list(patterns.named.finditer(answer))
+    introduction = rf"\b(?:answer|option|choice)(?:\s+is)?{gap}"
+    matches = list(re.finditer(rf"{introduction}{before}([{capitals}]){after}", answer, re.I))
     if matches:
-        if any(patterns.another.match(answer, match.end()) for match in matches):
+        conjunction = rf"{marks}(?:,|/|&|\bor\b|\band\b){gap}"  # as in "A or B"
+        second_letter = re.compile(rf"{conjunction}[{capitals}]{after}", re.I)
+        if any(second_letter.match(answer, match.end()) for match in matches):
             return None
         letters = {match[1].upper() for match in matches}
         return letters.pop() if len(letters) == 1 else None
-    # 4. The only capital letter by itself, at the start or among the last four words, or "b)".
-    matches = [*patterns.capital.finditer(answer), *patterns.lower_case.finditer(answer)]
+    # 4. The only capital letter by itself, at the start or among the last four words, or one in
+    # lower case as in "b)", or as in "b. " at the start.
+    by_itself = rf"{before}([{capitals}]){after}"
+    in_lower_case = rf"{before}([{small}])(?:\)|(?<=^.)[.:](?=\s))"
+    matches = [*re.finditer(by_itself, answer), *re.finditer(in_lower_case, answer)]
     letters = {match[1].upper() for match in matches}
     if len(letters) > 1:
         return None
@@ -111,22 +113,3 @@ def named(answer: str, choices: Collection[str]) -> str | None:
         if len(words) == 1:
             return words.pop()
     return None
-
-
-def _patterns(letters: str) -> _Patterns:
-    any_case = f"[{letters}{letters.lower()}]"
-    # A letter or digit beside it makes it part of a word; a Chinese character does not: "答案是B".
-    before = r"(?<![A-Za-z0-9°])(?<![A-Za-z]-)(?<!\bnot )"
-    article = r"(?<=[Aa])[ \t]+(?!(?:is|or|and|nor|because|since)\b)\w"
-    after = rf"(?![A-Za-z0-9]|['’-][A-Za-z]|{article})"
-    marks = r"[\W_]*?"
-    gap = rf"{marks}(?:option\s)?{marks}"
-    introduction = rf"\b(?:answer|option|choice)(?:\s+is)?{gap}"
-    conjunction = rf"{marks}(?:,|/|&|\bor\b|\band\b){gap}"
-    return _Patterns(
-        whole=re.compile(rf"[\W_]*({any_case})[\W_]*"),
-        named=re.compile(rf"{introduction}{before}({any_case}){after}", re.I),
-        another=re.compile(rf"{conjunction}{any_case}{after}", re.I),
-        capital=re.compile(rf"{before}([{letters}]){after}"),
-        lower_case=re.compile(rf"{before}([{letters.lower()}])(?:\)|(?<=^.)[.:](?=\s))"),
-    )

@@ -3,7 +3,8 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..console import Console, escaped
 from ..data.rows.images import decode_image
 from ..errors import writing_to
-from ..models import ModelHandle, ModelOptions, require_processor, resolve_model
+from ..models import ModelOptions, require_processor, resolve_model
 from .answering import (
     AnswerStream,
     Message,
@@ -22,15 +23,14 @@ from .answering import (
     check_texts,
     make_turn,
     model_inputs,
-    require_free_positions,
+    require_answer_limit,
     user_turn,
 )
 from .questions import (
     Question,
     check_images,
-    question_about,
     read_questions,
-    read_questions_about_each,
+    read_questions_of_words,
     read_words,
     system_turns,
 )
@@ -83,7 +83,9 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     """
     images, text = read_words(words)
     if options.data is None:
-        questions = _read_questions_of_words(images, text, options)
+        questions = read_questions_of_words(images, text, options.system)
+        if not questions and options.output is not None:
+            raise ValueError("--output needs questions: give one, in quotes, or --data.")
     elif words:
         raise ValueError("--data has the images and questions. Leave the others out.")
     else:
@@ -108,43 +110,23 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     decoded_images = []
     if questions:
         check_texts(processor, [question.turns for question in questions])
-        check_length(handle, questions[0].conversation())
+        conversation = questions[0].conversation()
     else:
         decoded_images = [decode_image({"path": str(image), "bytes": None}) for image in images]
-        check_length(handle, [*start, user_turn("", decoded_images)])
+        conversation = [*start, user_turn("", decoded_images)]
+    token_count = model_inputs(processor, [conversation])["input_ids"].shape[1]
+    try:
+        require_answer_limit(handle.config, token_count, options.max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
     loaded = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
     if not questions:
         converse(loaded, processor, start, decoded_images, options.max_new_tokens)
     elif len(questions) == 1 and options.output is None:
         Console(stderr=True).print(f"Reading {questions[0].name} ...")  # minutes, on some CPUs
-        print_answer(loaded, processor, questions[0].conversation(), options.max_new_tokens)
+        print_answer(loaded, processor, conversation, options.max_new_tokens)
     else:
         answer_all(loaded, processor, questions, options, model, answered_count)
-
-
-def _read_questions_of_words(
-    images: Sequence[Path], text: str | None, options: AskOptions
-) -> list[Question]:
-    """Reads the questions of a command line without data. Without any, it starts a conversation.
-
-    Raises ValueError if the folder of images has none, or answers to no question are to be written.
-    """
-    if images and images[0].is_dir():
-        return read_questions_about_each(images[0], images[1:], text, options.system)
-    if text is not None:
-        return [question_about(images, text, options.system)]
-    if options.output is not None:
-        raise ValueError("--output needs questions: give one, in quotes, or --data.")
-    return []
-
-
-def check_length(handle: ModelHandle, conversation: Sequence[Message]) -> None:
-    """Raises ValueError if the model has too few positions for the conversation and an answer."""
-    inputs = model_inputs(handle.processor, [conversation])
-    try:
-        require_free_positions(handle.config, inputs["input_ids"].shape[1])
-    except ValueError as error:
-        raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
 
 
 def print_answer(
@@ -189,7 +171,7 @@ def answer_all(
                 for question, answer_text in zip(question_batch, answer_texts, strict=True):
                     print(escaped(f"{question.name}: {answer_text}"), flush=True)
             else:
-                append_rows(options.output, answer_rows(model_name, question_batch, answer_texts))
+                append_answers(options.output, model_name, question_batch, answer_texts)
             progress.advance(progress_task, len(question_batch))
     further = sum(question.further_turns > 0 for question in questions)
     if further:
@@ -198,23 +180,19 @@ def answer_all(
         console.print(f"Written to {options.output}.", soft_wrap=True)
 
 
-def answer_rows(
-    model_name: str, questions: Iterable[Question], texts: Iterable[str]
-) -> Iterator[dict]:
-    """Yields what the file of answers says of each question."""
-    for question, answer_text in zip(questions, texts, strict=True):
-        row = _identity(model_name, question) | {"answer": answer_text}
-        if question.truth is not None:
-            row["truth"] = question.truth
-        yield row
-
-
-def append_rows(file: Path, rows: Iterable[dict]) -> None:
-    """Writes a line of JSON for each row at the end of a file. They are on disk when this returns.
+def append_answers(
+    file: Path, model_name: str, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """Writes a line of JSON for each answer at the end of a file. They are on disk when it returns.
 
     Raises OSError if they cannot be written.
     """
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = []
+    for question, text in zip(questions, texts, strict=True):
+        row = _identity(model_name, question) | {"answer": text}
+        if question.truth is not None:
+            row["truth"] = question.truth
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     with writing_to(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8", errors="replace") as answers_file:
@@ -233,26 +211,22 @@ def count_answered(file: Path, questions: Sequence[Question], model_name: str) -
     stored_bytes = file.read_bytes()
     whole_lines = stored_bytes[: stored_bytes.rfind(b"\n") + 1]
     lines = whole_lines.splitlines()
-    pairs = zip(lines, questions, strict=False)
-    is_continued = all(_is_answer(line, question, model_name) for line, question in pairs)
-    if not is_continued or len(lines) > len(questions):
+    answered_count = 0
+    for line, question in zip(lines, questions, strict=False):
+        row = None
+        with suppress(ValueError):
+            row = json.loads(line)
+        identity = _identity(model_name, question)
+        if isinstance(row, dict) and "answer" in row and identity.items() <= row.items():
+            answered_count += 1
+    if answered_count < len(lines):
         raise ValueError(
             f"{file} exists and has answers of another model or to other questions. Give another "
             "--output."
         )
     if whole_lines != stored_bytes:
         file.write_bytes(whole_lines)
-    return len(lines)
-
-
-def _is_answer(line: bytes, question: Question, model_name: str) -> bool:
-    """Returns whether a line of a file has this model's answer to the question."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    identity = _identity(model_name, question)
-    return isinstance(row, dict) and "answer" in row and identity.items() <= row.items()
+    return answered_count
 
 
 def _identity(model_name: str, question: Question) -> dict:
@@ -285,7 +259,11 @@ def converse(
         console.print(HOW_TO_TALK, soft_wrap=True)
     turns = list(start)
     waiting_images = list(images)  # for the next turn
-    for text in _typed_lines(prompt):
+    while True:
+        try:
+            text = input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
         command, _, argument = text.partition(" ")
         try:
             if command == "/new":
@@ -303,13 +281,3 @@ def converse(
             console.print(f"Error: {error}", soft_wrap=True)
         except KeyboardInterrupt:
             print()
-
-
-def _typed_lines(prompt: str) -> Iterator[str]:
-    """Yields the lines of standard input, stripped, until its end or Ctrl-C."""
-    while True:
-        try:
-            line = input(prompt)
-        except (EOFError, KeyboardInterrupt):
-            return
-        yield line.strip()

@@ -143,15 +143,32 @@ class Comparison(Printed):
 def read_scores(argument: str) -> ModelScores:
     """Reads the scores in `FOLDER`, or in `NAME=FOLDER,FOLDER,...` for several runs.
 
+    A task without scores per question has empty ones.
+
     Raises ValueError if a folder has no evaluation, or one that is not valid.
     """
-    name, _, folders = argument.partition("=")
-    if folders and not os.path.exists(argument):
-        paths = [Path(folder).resolve() for folder in folders.split(",")]
+    name, _, listed_folders = argument.partition("=")
+    if listed_folders and not os.path.exists(argument):
+        paths = [Path(folder).resolve() for folder in listed_folders.split(",")]
     else:
         paths = [Path(argument).resolve()]
         name = paths[0].name
-    return ModelScores(name, [_read_folder(path) for path in paths], paths)
+    runs = []
+    for folder in paths:
+        scores_by_task = {}
+        for result in read_evaluations(folder):
+            metric_name, scores = _read_task(folder / EVALUATION / result.task, result)
+            label = f"{result.task} {metric_name}"
+            quantization = result.settings.get("quantization")
+            if quantization:
+                label += f" ({quantization_name(quantization, products=False)})"
+            scores_by_task[label] = scores
+        if not scores_by_task:
+            raise ValueError(
+                f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first."
+            )
+        runs.append(scores_by_task)
+    return ModelScores(name, runs, paths)
 
 
 def compare_models(models: Sequence[ModelScores], confidence: float = CONFIDENCE) -> Comparison:
@@ -165,24 +182,39 @@ def compare_models(models: Sequence[ModelScores], confidence: float = CONFIDENCE
         ValueError: A name or a folder comes twice, no task is common to all, or a task asked the
             models different questions.
     """
-    _require_several_models(models)
+    names = [model.name for model in models]
+    folders = [folder for model in models for folder in model.folders]
+    if len(models) < 2 or len(set(names)) < len(names) or len(set(folders)) < len(folders):
+        listed = ", ".join([*names, *map(str, folders)])
+        raise ValueError(f"Name two or more models, as NAME=FOLDER, and none twice: {listed}.")
+    common_tasks = list(models[0].runs[0])
+    for run in _runs(models):
+        common_tasks = [task for task in common_tasks if run.get(task)]
+    if not common_tasks:
+        tasks_by_model = "; ".join(f"{model.name}: {', '.join(model.runs[0])}" for model in models)
+        raise ValueError(
+            f"No task is common to all ({tasks_by_model}). Evaluate all of them on the same tasks, "
+            "quantized alike."
+        )
     first, *others = models
     differences = []
-    for task in _require_common_tasks(models):
-        questions = _require_shared_questions(task, models)
-        reference = _score_array(first, task, questions)
-        for model in others:
-            scores = _score_array(model, task, questions)
+    for task in common_tasks:
+        reference, *scores_of_others = _require_shared_scores(task, models)
+        for model, scores in zip(others, scores_of_others, strict=True):
+            p_value = None
+            is_one_run = len(scores) == len(reference) == 1
+            if is_one_run and np.isin([scores, reference], [0, 1]).all():
+                p_value = mcnemar(scores[0], reference[0])
             difference = Difference(
                 task=task,
                 model=model.name,
                 against=first.name,
-                questions=len(questions),
+                questions=scores.shape[1],
                 score=float(scores.mean()),
                 reference=float(reference.mean()),
                 over_questions=over_questions(scores.mean(0), reference.mean(0), confidence),
                 over_seeds=over_seeds(scores.mean(1), reference.mean(1), confidence),
-                mcnemar=_mcnemar_of_runs(scores, reference),
+                mcnemar=p_value,
                 several_runs=min(len(scores), len(reference)) > 1,
             )
             differences.append(difference)
@@ -193,34 +225,8 @@ def _runs(models: Sequence[ModelScores]) -> list[dict[str, Scores]]:
     return [run for model in models for run in model.runs]
 
 
-def _require_several_models(models: Sequence[ModelScores]) -> None:
-    """Raises ValueError if there is only one model, or a name or a folder comes twice."""
-    names = [model.name for model in models]
-    folders = [folder for model in models for folder in model.folders]
-    if len(models) < 2 or len(set(names)) < len(names) or len(set(folders)) < len(folders):
-        listed = ", ".join([*names, *map(str, folders)])
-        raise ValueError(f"Name two or more models, as NAME=FOLDER, and none twice: {listed}.")
-
-
-def _require_common_tasks(models: Sequence[ModelScores]) -> list[str]:
-    """Returns the tasks that all runs have scores of, in the first run's order.
-
-    Raises ValueError without any.
-    """
-    common_tasks = list(models[0].runs[0])
-    for run in _runs(models):
-        common_tasks = [task for task in common_tasks if run.get(task)]
-    if not common_tasks:
-        tasks_by_model = "; ".join(f"{model.name}: {', '.join(model.runs[0])}" for model in models)
-        raise ValueError(
-            f"No task is common to all ({tasks_by_model}). Evaluate all of them on the same tasks, "
-            "quantized alike."
-        )
-    return common_tasks
-
-
-def _require_shared_questions(task: str, models: Sequence[ModelScores]) -> list[QuestionKey]:
-    """Returns the questions of a task that all runs answered, in order.
+def _require_shared_scores(task: str, models: Sequence[ModelScores]) -> list[Array]:
+    """Returns each model's scores `(runs, questions)` of the questions that all runs answered.
 
     Raises ValueError if the runs were asked different questions, as with different versions of the
     data. Some true answers are then the same by chance, so each shared number must have the same.
@@ -233,24 +239,14 @@ def _require_shared_questions(task: str, models: Sequence[ModelScores]) -> list[
             f"{task} asked the models different questions. Evaluate them again, with one version "
             "of the task and its data."
         )
-    return sorted(shared_keys)
-
-
-def _score_array(model: ModelScores, task: str, questions: Sequence[QuestionKey]) -> Array:
-    """Returns a model's scores, `(runs, questions)`."""
-    scores_by_run = []
-    for run in model.runs:
-        scores_by_run.append([run[task][question] for question in questions])
-    return np.array(scores_by_run)
-
-
-def _mcnemar_of_runs(scores: Array, reference: Array) -> float | None:
-    """Returns [`mcnemar`] of two single runs `(1, questions)` whose answers are right or wrong."""
-    if len(scores) > 1 or len(reference) > 1:
-        return None
-    if not np.isin([scores, reference], [0, 1]).all():
-        return None
-    return mcnemar(scores[0], reference[0])
+    questions = sorted(shared_keys)
+    scores_by_model = []
+    for model in models:
+        scores_by_run = []
+        for run in model.runs:
+            scores_by_run.append([run[task][question] for question in questions])
+        scores_by_model.append(np.array(scores_by_run))
+    return scores_by_model
 
 
 def over_questions(
@@ -313,8 +309,7 @@ def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) 
         if without_spread(scores, scores) and without_spread(reference, reference):
             return None
         t_test = stats.ttest_ind(scores, reference, equal_var=False)
-    low, high = t_test.confidence_interval(confidence)
-    return float(low), float(high)
+    return tuple(t_test.confidence_interval(confidence))
 
 
 def without_spread(values: Array, *computed_from: Array) -> bool:
@@ -330,51 +325,29 @@ def _ends(interval: Interval | None, *, several: bool) -> str:
     return ALIKE if several else "-"
 
 
-def _read_folder(folder: Path) -> dict[str, Scores]:
-    """Reads the scores of a folder's tasks, by task, metric and quantization.
-
-    They are empty for a task without scores per question. Raises ValueError without an evaluation.
-    """
-    scores_by_task = {}
-    for result in read_evaluations(folder):
-        metric_name, scores = _read_task(folder / EVALUATION / result.task, result)
-        label = f"{result.task} {metric_name}"
-        quantization = result.settings.get("quantization")
-        if quantization:
-            label += f" ({quantization_name(quantization, products=False)})"
-        scores_by_task[label] = scores
-    if not scores_by_task:
-        raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
-    return scores_by_task
-
-
 def _read_task(folder: Path, result: Evaluation) -> tuple[str, Scores]:
     """Reads the first metric that all questions have, and its score of each question.
 
     The mean of the scores is the benchmark's own result. There are none without such a metric.
     """
-    stored_scores = _read_stored(folder, result.versions.get(result.task))
-    question_count = max(map(len, stored_scores.values()), default=0)
-    for metric in result.metrics:
-        by_question = stored_scores.get(metric.name)
-        if by_question and len(by_question) == question_count:
-            scores = _comparable_scores(metric.name, by_question)
-            if scores is not None:
-                return metric.name, scores
-    return result.metrics[0].name if result.metrics else "", {}
-
-
-def _read_stored(folder: Path, version: str | None) -> dict[str, dict[QuestionKey, Any]]:
-    """Reads what the harness stored for each metric and question: a number, or (group, score)."""
-    scores_by_metric: dict[str, dict[QuestionKey, Any]] = defaultdict(dict)
+    version = result.versions.get(result.task)
+    # For each metric and question what the harness stored: a number, or (group, score).
+    stored_scores: dict[str, dict[QuestionKey, Any]] = defaultdict(dict)
     for task, sample in read_samples(folder):
         question = (task, sample["doc_id"], f"{sample['target_hash']} {version}")
         filter_name = sample["filter"]
         for metric in sample["metrics"]:
             metric_name = metric if filter_name == "none" else f"{metric}, {filter_name}"
             if isinstance(sample.get(metric), int | float | list):
-                scores_by_metric[metric_name][question] = sample[metric]
-    return scores_by_metric
+                stored_scores[metric_name][question] = sample[metric]
+    question_count = max(map(len, stored_scores.values()), default=0)
+    for whole_metric in result.metrics:
+        by_question = stored_scores.get(whole_metric.name)
+        if by_question and len(by_question) == question_count:
+            scores = _comparable_scores(whole_metric.name, by_question)
+            if scores is not None:
+                return whole_metric.name, scores
+    return result.metrics[0].name if result.metrics else "", {}
 
 
 def _comparable_scores(metric_name: str, by_question: dict[QuestionKey, Any]) -> Scores | None:

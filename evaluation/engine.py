@@ -158,7 +158,10 @@ def run_task(
     Raises any error of the harness, and ValueError if a metric is not finite.
     """
     name = task if isinstance(task, str) else str(task.config.task)
-    through_chat_template = _uses_chat_template(lm, task, manager)
+    parts = manager.load([task])["tasks"].values()
+    through_chat_template = isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template)
+    if any(part.get_config("output_type") != "generate_until" for part in parts):
+        through_chat_template = False
     gc.freeze()  # the harness collects garbage after a batch, and must not visit all of a model
     try:
         raw = simple_evaluate(
@@ -197,20 +200,19 @@ def run_task(
     return result
 
 
-def _uses_chat_template(lm: LM, task: str | Task, manager: TaskManager) -> bool:
-    """Returns whether all parts of a task generate answers, and the model has a chat template."""
-    for part in manager.load([task])["tasks"].values():
-        if part.get_config("output_type") != "generate_until":
-            return False
-    return isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template)
-
-
 def _metrics(raw: dict, task: str) -> list[Metric]:
-    """Returns the metrics of a whole task, then of its subsets if it is a group."""
+    """Returns the metrics of a whole task, then of its subsets if it is a group.
+
+    The references of `acc` and `exact_match` are `blank` and `commonest`, and `acc_colour` has
+    `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
+
+    Args:
+        raw: What the harness returned. The keys of scores are name and filter, as `acc,none`.
+        task: Name of the task or group.
+    """
     metrics = []
     for task_name in sorted(raw["results"], key=lambda task_name: task_name != task):
         scores = raw["results"][task_name]
-        samples = raw["samples"].get(task_name)  # a group has none
         subset = None
         if task_name != task:
             subset = scores.get("alias", task_name).strip(" -")
@@ -218,52 +220,36 @@ def _metrics(raw: dict, task: str) -> list[Metric]:
             name, _, filter_name = key.partition(",")
             is_result = filter_name and not name.endswith("_stderr")
             is_reference = name.partition("_")[0] in REFERENCES
-            if is_result and not is_reference and isinstance(score, int | float):
-                metrics.append(_metric(name, filter_name, scores, samples, subset))
+            if not is_result or is_reference or not isinstance(score, int | float):
+                continue
+            standard_error = None
+            stored_error = scores.get(f"{name}_stderr,{filter_name}")
+            if isinstance(stored_error, int | float):
+                standard_error = float(stored_error)
+            suffix = name.removeprefix("exact_match").removeprefix("acc")
+            if name == "contains":
+                suffix = "_contains"
+            references = {}
+            for prefix, title in REFERENCES.items():
+                reference = scores.get(f"{prefix}{suffix},{filter_name}")
+                if reference is not None:
+                    references[title] = float(reference)
+            sample_count = None
+            if task_name in raw["samples"]:  # a group has none
+                sample_count = sum(
+                    sample["filter"] == filter_name and name in sample["metrics"]
+                    for sample in raw["samples"][task_name]
+                )
+            metric = Metric(
+                name=name if filter_name == "none" else f"{name}, {filter_name}",
+                value=float(score),
+                stderr=standard_error,
+                references=references,
+                subset=subset,
+                samples=sample_count,
+            )
+            metrics.append(metric)
     return metrics
-
-
-def _metric(
-    name: str, filter_name: str, scores: dict, samples: list[dict] | None, subset: str | None
-) -> Metric:
-    """Returns a metric of a task, with its standard error and references.
-
-    The references of `acc` and `exact_match` are `blank` and `commonest`, and `acc_colour` has
-    `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
-
-    Args:
-        name: Name of the metric in the harness.
-        filter_name: How answers were filtered, or "none".
-        scores: Scores of the task. Their keys are name and filter, as `acc,none`.
-        samples: The task's samples, or None for a group.
-        subset: The task's name, if it is part of a group.
-    """
-    standard_error = None
-    stored_error = scores.get(f"{name}_stderr,{filter_name}")
-    if isinstance(stored_error, int | float):
-        standard_error = float(stored_error)
-    suffix = name.removeprefix("exact_match").removeprefix("acc")
-    if name == "contains":
-        suffix = "_contains"
-    references = {}
-    for prefix, title in REFERENCES.items():
-        reference = scores.get(f"{prefix}{suffix},{filter_name}")
-        if reference is not None:
-            references[title] = float(reference)
-    sample_count = None
-    if samples is not None:
-        sample_count = 0
-        for sample in samples:
-            if sample["filter"] == filter_name and name in sample["metrics"]:
-                sample_count += 1
-    return Metric(
-        name=name if filter_name == "none" else f"{name}, {filter_name}",
-        value=float(scores[f"{name},{filter_name}"]),
-        stderr=standard_error,
-        references=references,
-        subset=subset,
-        samples=sample_count,
-    )
 
 
 def _protocol(
@@ -280,9 +266,14 @@ def _protocol(
         through_chat_template: Whether prompts were written through the chat template.
         quantization: How the language model was quantized, or None.
     """
+    data_name_parts = []
+    for name in filter(None, (config.get("dataset_path"), config.get("dataset_name"))):
+        path = Path(name)
+        data_name_parts.append(path.name if path.exists() else name)
+    data_name = " ".join(data_name_parts)
     output_type = config["output_type"]
     own_data_rule = (config.get("metadata") or {}).get("rule")
-    sentences = [f"lm-evaluation-harness runs its task {config['task']} on {_data_name(config)}."]
+    sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data_name}."]
     if output_type == "generate_until":
         settings = json.dumps(config.get("generation_kwargs"))
         sentences.append(f"Answers are generated with {settings}.")
@@ -311,13 +302,3 @@ def _protocol(
             f"{quantization_name(quantization)}."
         )
     return sentences
-
-
-def _data_name(config: dict) -> str:
-    """Returns the data set's name and configuration. A local path is cut to its last part."""
-    name_parts = []
-    for name in (config.get("dataset_path"), config.get("dataset_name")):
-        if name:
-            path = Path(name)
-            name_parts.append(path.name if path.exists() else name)
-    return " ".join(name_parts)

@@ -69,11 +69,16 @@ class NormAlignLlava(lmms):
         inputs = inputs.to(self.model.device, self.model.dtype)
         prompt_length = inputs["input_ids"].shape[1]
         options = batch[0].args[2]
+        sampling: dict = {"do_sample": False}
+        if options.get("temperature"):  # temperature 0 is greedy
+            sampling = {"do_sample": True, "temperature": options["temperature"]}
+            if options.get("top_p") is not None:
+                sampling["top_p"] = options["top_p"]
         token_ids = self.model.generate(
             **inputs,
             max_new_tokens=options.get("max_new_tokens", 1024),
             num_beams=options.get("num_beams", 1),
-            **_sampling_options(options),
+            **sampling,
         )
         answer_ids = token_ids[:, prompt_length:]
         answers = self.processor.batch_decode(answer_ids, skip_special_tokens=True)
@@ -88,13 +93,3 @@ class NormAlignLlava(lmms):
         raise NotImplementedError("normalign_llava only generates text. See `normalign evaluate`.")
 
     generate_until_multi_round = loglikelihood
-
-
-def _sampling_options(options: dict) -> dict:
-    """Returns the options of `generate` for how tokens are drawn. Temperature 0 is greedy."""
-    sampling: dict = {"do_sample": False}
-    if options.get("temperature"):
-        sampling = {"do_sample": True, "temperature": options["temperature"]}
-        if options.get("top_p") is not None:
-            sampling["top_p"] = options["top_p"]
-    return sampling

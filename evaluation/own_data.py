@@ -5,7 +5,6 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
 from hashlib import sha256
 from string import ascii_uppercase
 from typing import Any
@@ -81,14 +80,12 @@ def own_task(
             problem = image_problem(row["images"], opened.rules)
             if problem:
                 raise ValueError(problem[1])
-            row_documents = _require_documents(row, first_document)
+            row_documents = _require_documents(row, number, first_document)
         except ValueError as error:
             refused_rows.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
             continue
-        if len(row_documents) > 1:
-            rows_with_several += 1
-        for document in row_documents:
-            documents.append({"row": number, **document})
+        rows_with_several += len(row_documents) > 1
+        documents.extend(row_documents)
     if refused_rows:
         raise ValueError(bad_rows_message(opened, refused_rows, len(rows), use="evaluated"))
     if not rows:
@@ -103,17 +100,23 @@ def own_task(
     return _read_task(label_of_data(data, source), documents, [row["images"] for row in rows])
 
 
-def _require_documents(row: dict, first: Document | None) -> list[Document]:
+def _require_documents(row: dict, number: int, first: Document | None) -> list[Document]:
     """Returns what a row asks, a document for each question.
 
     In FineVision's form, the turns of a row are separate questions about its images. In other
     forms, a later turn may need the turns before it.
 
-    Raises ValueError that says what is wrong with the row.
+    Raises ValueError that says what is wrong with the row, or that it differs in kind from the
+    `first` document of the data.
     """
     if row["reason"]:
         raise ValueError(row["reason"])
-    turns = [_turn_text(turn["content"]) for turn in row["messages"]]
+    turns = []
+    for message in row["messages"]:
+        turn_text = ""
+        for part in message["content"]:
+            turn_text += MARKER if part["text"] is None else part["text"]
+        turns.append(turn_text)
     system = ""
     if row["messages"][0]["role"] == "system":
         system = turns.pop(0)
@@ -123,52 +126,36 @@ def _require_documents(row: dict, first: Document | None) -> list[Document]:
     are_separate = row["form"] == SEPARATE_QUESTIONS and questions[0].startswith(image_markers)
     if len(questions) != 1 and not are_separate:
         raise ValueError(f"it has {len(questions)} questions; save each with its answer as a row")
-    documents: list[Document] = []
-    for question, answer in zip(questions, answers, strict=True):
-        prompt = image_markers + question if documents else question
-        documents.append(_require_document(row, system, prompt, answer, first))
-    return documents
-
-
-def _turn_text(content: list[dict]) -> str:
-    """Returns the text of a turn, with a marker for each image: a part whose text is None."""
-    turn_text = ""
-    for part in content:
-        turn_text += MARKER if part["text"] is None else part["text"]
-    return turn_text
-
-
-def _require_document(
-    row: dict, system: str, prompt: str, answer: str, first: Document | None
-) -> Document:
-    """Returns a question of a row.
-
-    Raises ValueError if it differs in kind from the `first` document of the data.
-    """
     options = row["options"]
-    choices = list(options.values())
-    learned_answer = plain(answer) or answer
-    answers = [plain(text) or text for text in row["accepted"] or [answer]]
-    if options:
-        letter = chosen_letter(answer, options)
-        if letter is None:
-            raise ValueError(f"the answer {short(answer)} is not just one of {short(choices)}")
-        prompt = f"{prompt}\n{ASK_FOR_LETTER}"
-        learned_answer = letter
-        answers = [letter]
     if first and (bool(options) != bool(first["options"]) or system != first["system"]):
         raise ValueError(
             "its system turn, or whether it has choices, differs from the first row; use several "
             "files"
         )
-    # The version of the task is a hash of the documents, in this order.
-    return {
-        "system": system,
-        "prompt": prompt,
-        "answer": learned_answer,
-        "answers": answers,
-        "options": choices,
-    }
+    documents: list[Document] = []
+    for question, answer in zip(questions, answers, strict=True):
+        prompt = image_markers + question if documents else question
+        learned_answer = plain(answer) or answer
+        true_answers = [plain(text) or text for text in row["accepted"] or [answer]]
+        if options:
+            letter = chosen_letter(answer, options)
+            if letter is None:
+                allowed = short(list(options.values()))
+                raise ValueError(f"the answer {short(answer)} is not just one of {allowed}")
+            prompt = f"{prompt}\n{ASK_FOR_LETTER}"
+            learned_answer = letter
+            true_answers = [letter]
+        # The version of the task is a hash of the documents, in this order.
+        document = {
+            "row": number,
+            "system": system,
+            "prompt": prompt,
+            "answer": learned_answer,
+            "answers": true_answers,
+            "options": list(options.values()),
+        }
+        documents.append(document)
+    return documents
 
 
 def _check_what_is_read(name: str, rows: list[dict]) -> None:
@@ -176,8 +163,8 @@ def _check_what_is_read(name: str, rows: list[dict]) -> None:
 
     Raises ValueError if no image is read where most rows seem to have one.
     """
-    unused_columns: Counter[str] = Counter()
-    changes: Counter[str] = Counter()
+    unused_columns = Counter[str]()
+    changes = Counter[str]()
     for row in rows:
         unused_columns.update(row["left_out"])
         changes.update(row["changed"])
@@ -215,12 +202,20 @@ def _read_task(label: str, documents: list[Document], images: list[list[dict]]) 
         {"metric": name, "aggregation": aggregation, "higher_is_better": aggregation == "mean"}
         for name, aggregation in aggregations.items()
     ]
-    version = _read_version(documents, images)
+    image_hashes = []
+    for row_images in images:
+        image_hashes.append([sha256(stored_bytes(image)).hexdigest() for image in row_images])
+    content = json.dumps([documents, image_hashes])
+    version = sha256(content.encode()).hexdigest()[:16]
     truths = [document["answers"] for document in documents]
     questions = with_answers_for_blank(documents, "prompt", truths)
     data_size = f"{len(images):,} rows"
     if len(questions) != len(images):
         data_size += f", {len(questions):,} questions"
+    most_tokens = LEAST_TOKENS
+    for document in documents:
+        for text in (*document["answers"], *document["options"]):
+            most_tokens = max(most_tokens, len(text.encode()) + 2)  # a token has a byte or more
     config: dict[str, Any] = {
         "task": OWN_TASK + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {data_size} (SHA-256 {version}...)",
@@ -237,30 +232,12 @@ def _read_task(label: str, documents: list[Document], images: list[list[dict]]) 
             "until": [],
             "do_sample": False,
             "temperature": 0.0,
-            "max_gen_toks": _most_tokens(documents),
+            "max_gen_toks": most_tokens,
         },
         "metric_list": metrics,
         "metadata": {"version": version, "title": f"{label} (own data)", "rule": rule},
     }
     return OfflineTask(config)
-
-
-def _read_version(documents: list[Document], images: list[list[dict]]) -> str:
-    """Reads the images, and returns 16 digits of a SHA-256 over documents and images."""
-    image_hashes = []
-    for row_images in images:
-        image_hashes.append([sha256(stored_bytes(image)).hexdigest() for image in row_images])
-    content = json.dumps([documents, image_hashes])
-    return sha256(content.encode()).hexdigest()[:16]
-
-
-def _most_tokens(documents: list[Document]) -> int:
-    """Returns how many tokens an answer may have: two more than the longest text has bytes."""
-    token_count = LEAST_TOKENS
-    for document in documents:
-        for text in (*document["answers"], *document["options"]):
-            token_count = max(token_count, len(text.encode()) + 2)
-    return token_count
 
 
 def _scores(document: Document, answers: list[str]) -> dict:
@@ -271,28 +248,27 @@ def _scores(document: Document, answers: list[str]) -> dict:
         answers: The answer with the image, then the one with the white image.
     """
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    normalized_answers: list[str | None] = []
-    scoring_rules: list[tuple[str, str, Callable]] = [("exact_match", "blank", _is_one_of)]
     if options:
-        normalized_answers += [chosen_option(answer, options) for answer in answers]
-        scoring_rules = [("acc", "blank", _is_one_of)]
+        metric_name = "acc"
+        compared: list[Any] = [chosen_option(answer, options) for answer in answers]
     else:
-        normalized_answers += [plain(answer) or answer.strip() for answer in answers]
-        scoring_rules.append(("contains", "blank_contains", contains_any))
-    scores: dict[str, Any] = {"commonest": document["answer"]}
-    for metric_name, blank_name, is_right in scoring_rules:
-        scores[metric_name] = float(is_right(normalized_answers[0], document["answers"]))
-        true_answers = document["blank"]
-        if true_answers:
-            right_count = sum(
-                is_right(normalized_answers[1], accepted) for accepted in true_answers
-            )
-            scores[blank_name] = [right_count, len(true_answers)]
+        metric_name = "exact_match"
+        compared = [plain(answer) or answer.strip() for answer in answers]
+    scores = {
+        "commonest": document["answer"],
+        metric_name: float(compared[0] in document["answers"]),
+    }
+    accepted_for_blank = document["blank"]
+    if accepted_for_blank:
+        right_count = sum(compared[1] in accepted for accepted in accepted_for_blank)
+        scores["blank"] = [right_count, len(accepted_for_blank)]
+    if options:
+        return scores
+    scores["contains"] = float(contains_any(compared[0], document["answers"]))
+    if accepted_for_blank:
+        right_count = sum(contains_any(compared[1], accepted) for accepted in accepted_for_blank)
+        scores["blank_contains"] = [right_count, len(accepted_for_blank)]
     return scores
-
-
-def _is_one_of(answer: str | None, accepted: list[str]) -> bool:
-    return answer in accepted
 
 
 def contains_any(answer: str, texts: list[str]) -> bool:

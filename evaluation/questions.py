@@ -75,10 +75,14 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
     """
     images = [Path(word).expanduser() for word in words]
     question = None
-    is_path = words and words[-1].strip() and os.path.exists(images[-1])  # "" would be this folder
-    if words and not is_path and not _names_an_image(words[-1]):
-        question = words[-1]
-        images.pop()
+    if words:
+        last_word = words[-1]
+        is_path = last_word.strip() and os.path.exists(images[-1])  # "" would be this folder
+        # A missing `kite.png` is an image, but `What is in kite.png?` is a question.
+        names_an_image = last_word.lower().endswith(SUFFIXES) and " " not in last_word.strip()
+        if not is_path and not names_an_image:
+            question = last_word
+            images.pop()
     for image in images:
         if not os.path.exists(image):
             raise ValueError(
@@ -90,14 +94,6 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
     return images, question
 
 
-def _names_an_image(word: str) -> bool:
-    """Returns whether a word that is not a file looks like one.
-
-    `kite.png` does, but not `What is in kite.png?`.
-    """
-    return word.lower().endswith(SUFFIXES) and " " not in word.strip()
-
-
 def question_about(images: Sequence[Path], text: str, system: str | None) -> Question:
     """Returns one question about all of the images."""
     image_names = ", ".join(image.name for image in images)
@@ -107,25 +103,27 @@ def question_about(images: Sequence[Path], text: str, system: str | None) -> Que
     return Question(image_names or "the question", turns, stored_images)
 
 
-def read_questions_about_each(
-    folder: Path, further: Sequence[Path], text: str | None, system: str | None
+def read_questions_of_words(
+    images: Sequence[Path], text: str | None, system: str | None
 ) -> list[Question]:
-    """Reads the images in a folder and the folders in it, and asks the same about each.
+    """Reads the questions of a command line: one, or the same about each image in a folder.
 
     Args:
-        folder: Folder of images.
-        further: Other images of the command line. There may be none.
-        text: The question.
+        images: Images of the question, or a folder. The folders in it are read, too.
+        text: The question. None is for a conversation: it has no questions yet.
         system: System turn, or None.
 
     Raises:
-        ValueError: The folder has no image, the question is missing, or other images are given too.
+        ValueError: A folder has no image, its question is missing, or other images are given too.
     """
+    if not images or not images[0].is_dir():
+        return [] if text is None else [question_about(images, text, system)]
+    folder = images[0]
     if text is None:
         raise ValueError(
             f"{folder} is a folder of images. Give the question about each, in quotes."
         )
-    if further:
+    if len(images) > 1:
         raise ValueError(f"{folder} is a folder. To ask about its images, give no other images.")
     questions = []
     for file in sorted(folder.rglob("*")):
@@ -186,8 +184,7 @@ def check_images(questions: Sequence[Question]) -> None:
 
     Shows a bar if there are many questions.
     """
-    are_few = len(questions) < 100
-    for question in track(questions, "checking images", disable=are_few):
+    for question in track(questions, "checking images", disable=len(questions) < 100):
         for image in question.images:
             try:
                 decode_image(dict(image), kept_side=1)
@@ -201,21 +198,25 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
     images = [opened.rules.image(image) for image in row.images]
     problem = image_problem(images, opened.rules, decode=False)
     if problem:
-        _, reason = problem
-        raise ValueError(reason)
+        raise ValueError(problem[1])
     turns = []
     truth = None
     for message in row.messages:
         if message["role"] == "assistant":
             truth = text_of(message)
             break
-        turns.append(_with_types(message))
+        content = []
+        for part in message["content"]:
+            if part["type"] == "image":
+                content.append({"type": "image"})
+            else:
+                content.append({"type": "text", "text": part.get("text") or ""})
+        turns.append({"role": message["role"], "content": content})
     if not turns or turns[-1]["role"] != "user" or not text_of(turns[-1]):
         raise ValueError("it has no question")
     turn_count = len(turns)
     if turns[0]["role"] != "system":
         turns = [*system_turns(system), *turns]
-    later_messages = row.messages[turn_count + 1 :]  # after the answer
     # Images are in the order of the turns: later ones belong to turns that are not asked.
     image_count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
     return Question(
@@ -223,16 +224,5 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
         turns=turns,
         images=images[:image_count],
         truth=truth,
-        further_turns=len(later_messages),
+        further_turns=len(row.messages[turn_count + 1 :]),  # after the answer
     )
-
-
-def _with_types(message: dict) -> Message:
-    """Returns a turn with the type of each part, and the text of texts."""
-    content = []
-    for part in message["content"]:
-        if part["type"] == "image":
-            content.append({"type": "image"})
-        else:
-            content.append({"type": "text", "text": part.get("text") or ""})
-    return {"role": message["role"], "content": content}

@@ -68,16 +68,14 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        self._check_finite("samples", [self.samples, self.total])
+        numbers = [("samples", [self.samples, self.total])]
         for metric in self.metrics:
             stderr = 0 if metric.stderr is None else metric.stderr
-            self._check_finite(metric.name, [metric.value, stderr, *metric.references.values()])
-
-    def _check_finite(self, name: str, values: list[Any]) -> None:
-        """Raises ValueError if a value is not a finite number, as NaN or text from a file."""
-        for value in values:
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
+            numbers.append((metric.name, [metric.value, stderr, *metric.references.values()]))
+        for name, values in numbers:
+            for value in values:  # from a file it may be NaN or text
+                if type(value) not in (int, float) or not math.isfinite(value):
+                    raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
 
     @property
     def partial(self) -> bool:
@@ -125,28 +123,6 @@ def read_samples(folder: Path) -> Iterator[tuple[str, dict]]:
         task = samples_file.name.removeprefix("samples_").rpartition("_")[0]
         for line in samples_file.read_bytes().splitlines():  # a str would split at U+2028, too
             yield task, json_object(line, str(samples_file))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A question of own data, what the model answered, and what is right."""
-
-    question: str
-    text: str
-    true: list[str]
-
-
-def read_answers(folder: Path) -> list[Answer]:
-    """Reads the answers to own questions that the harness stored in a task's folder, in order.
-
-    Empty without any. Answers to white images are not among them.
-    """
-    answers = []
-    for _, sample in read_samples(folder):
-        document = sample["doc"]
-        answer_text = str(sample["filtered_resps"][0])
-        answers.append(Answer(document["prompt"], answer_text, list(document["answers"])))
-    return answers
 
 
 def files_hash(folder: Path, *patterns: str) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -16,7 +17,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..assembly.adapter import Adapter
 from ..checkpoint.files import finished_folder, lock_folder
 from ..console import Console, Printed
 from ..devices import device_error
@@ -29,11 +29,10 @@ from .results import (
     EVALUATION,
     SUMMARY,
     WEIGHT_FILES,
-    Answer,
     Evaluation,
     files_hash,
-    read_answers,
     read_evaluations,
+    read_samples,
 )
 from .tasks.offline import OfflineTask
 
@@ -66,11 +65,20 @@ class Evaluated(Printed):
         """Reads the first `EXAMPLES` questions and answers of each task of own data."""
         tables = []
         for result in self.results:
-            # Other tasks store their answers in forms of their own.
-            if result.task.startswith(OWN_TASK):
-                answers = read_answers(self.file.parent / result.task)
-                if answers:
-                    tables.append(_answer_table(result.task, answers[:EXAMPLES]))
+            if not result.task.startswith(OWN_TASK):
+                continue  # other tasks store their answers in forms of their own
+            table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)
+            table.title = f"The first answers of {result.task}"
+            table.title_justify = "left"
+            samples = read_samples(self.file.parent / result.task)
+            for _, sample in islice(samples, EXAMPLES):
+                document = sample["doc"]
+                answer = str(sample["filtered_resps"][0])  # the next is to a white image
+                row = (document["prompt"], answer or "(nothing)", " or ".join(document["answers"]))
+                shortened = [shorten(cell, WIDEST, placeholder=" ...") for cell in row]
+                table.add_row(*map(Text, shortened))  # a str would be read as rich's markup
+            if table.rows:
+                tables.append(table)
         return tables
 
     def table(self) -> Table:
@@ -89,49 +97,12 @@ class Evaluated(Printed):
             table.add_column(column_name, justify="right")
         for result, metric in whole_metrics:
             references = map(metric.references.get, reference_names)
-            cells = map(_three_decimals, (metric.value, metric.stderr, *references))
+            cells = []
+            for number in (metric.value, metric.stderr, *references):
+                cells.append("" if number is None else f"{number:.3f}")
             sample_count = result.samples if metric.samples is None else metric.samples
             table.add_row(result.task, metric.name, *cells, f"{sample_count:,}")
         return table
-
-
-def _answer_table(task_name: str, answers: Sequence[Answer]) -> Table:
-    table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)
-    table.title = f"The first answers of {task_name}"
-    table.title_justify = "left"
-    for answer in answers:
-        row = (answer.question, answer.text or "(nothing)", " or ".join(answer.true))
-        shortened = [shorten(cell, WIDEST, placeholder=" ...") for cell in row]
-        table.add_row(*map(Text, shortened))  # a str would be read as rich's markup
-    return table
-
-
-def _three_decimals(number: float | None) -> str:
-    return "" if number is None else f"{number:.3f}"
-
-
-@dataclass(frozen=True)
-class ResultKey:
-    """What a result depends on, besides its task. A stored result with another key is not used.
-
-    Attributes:
-        weights: Hash of the weight files, or Hub id and commit.
-        settings: JSON values: options, precision, and hashes of the model's and tasks' other files.
-    """
-
-    weights: str
-    settings: dict[str, Any]
-
-    def matches(self, result: Evaluation, task_version: str | None) -> bool:
-        """Returns whether a new run with the installed packages would repeat a stored result."""
-        versions = {package: version(package) for package in ("lm_eval", "normalign_llava")}
-        if task_version:
-            versions[result.task] = task_version
-        return (
-            result.weights == self.weights
-            and result.settings == self.settings
-            and versions.items() <= result.versions.items()
-        )
 
 
 @dataclass(frozen=True)
@@ -196,14 +167,16 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         base=options.base,
         base_quantization=options.base_quantization,
     )
-    key = _require_result_key(handle, options)
+    weights, settings = _require_weights_and_settings(handle, options)
     output = options.output
     if output is None:
-        output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
+        output = Path(handle.checkpoint.name)
+        if not output.is_dir():  # a Hub id
+            output = Path("evaluations", handle.name.replace("/", "--"))
     output = Path(os.path.expanduser(output))
     with lock_folder(output):
         (output / EVALUATION).mkdir(exist_ok=True)
-    results = _read_reusable_results(output, chosen, manager, key)
+    results = _read_reusable_results(output, chosen, manager, weights, settings)
     console = Console(stderr=True)
     for task_name in results:
         console.print(f"{task_name}: done before.")
@@ -213,7 +186,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         language_model = as_lm(
             handle,
             batch_size=options.batch_size,
-            dtype=key.settings.get("dtype", options.dtype),
+            dtype=settings.get("dtype", options.dtype),
             load_in_4bit=options.load_in_4bit,
         )
     failed = {}
@@ -222,105 +195,89 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         try:
             with finished_folder(output / EVALUATION / task_name, _harness_files) as folder:
                 result = run_task(
-                    language_model, chosen[task_name], manager, folder, key.weights, key.settings
+                    language_model, chosen[task_name], manager, folder, weights, settings
                 )
             result.write(output)
             results[task_name] = result
         except NotWritable:
             raise
         except Exception as error:  # whatever it is, the other tasks are run
-            failed[task_name] = _failure(error)
+            on_device = device_error(error, "Lower batch_size, or use load_in_4bit.")
+            message = " ".join(str(error).split())
+            failed[task_name] = on_device or f"{type(error).__name__}: {message[:400]}"
             console.print(f"{task_name} could not be run: {failed[task_name]}", style="red")
     ordered = [results[task_name] for task_name in chosen if task_name in results]
     return Evaluated(output / EVALUATION / SUMMARY, ordered, failed)
 
 
-def _model_folder(handle: ModelHandle) -> Path | None:
-    """Returns the folder of a model's files, or None for a Hub id."""
-    folder = Path(handle.checkpoint.name)
-    return folder if folder.is_dir() else None
+def _require_weights_and_settings(
+    handle: ModelHandle, options: EvaluateOptions
+) -> tuple[str, dict[str, Any]]:
+    """Reads what a result depends on, besides its task. Fetches weights from the Hub if need be.
 
-
-def _read_base_settings(adapter: Adapter) -> dict:
-    """Returns the version of an adapter's base, and its quantization. Both are as in training.
-
-    The version is the commit of a Hub id. In a folder, the weight files are read for their hash.
-    """
-    base_version = adapter.base.revision
-    if not base_version:
-        base_version = files_hash(Path(adapter.base.name), WEIGHT_FILES)
-    return {"quantization": adapter.quantization, "base": base_version}
-
-
-def _require_precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
-    """Returns the settings that say in what precision the weights are used.
-
-    Fetches weights from the Hub, as [`ModelHandle.fetch_precision`] does.
+    Returns:
+        Hash of the weight files, or Hub id and commit. Then settings, as JSON values: options,
+        precision, and hashes of the model's and tasks' other files.
 
     Raises:
         ValueError: `options.dtype` names no dtype, or the weights cannot be read.
         ImportError: Weights are quantized, but bitsandbytes is not installed.
     """
-    dtype, quantization = handle.fetch_precision(options.dtype, options.load_in_4bit)
-    settings: dict = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "load_in_4bit": options.load_in_4bit,
-    }
-    if quantization:
-        # Defaults such as float32 are written too.
-        settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))
-    return settings
-
-
-def _require_result_key(handle: ModelHandle, options: EvaluateOptions) -> ResultKey:
-    """Reads the files that results depend on, and returns the key of a new result.
-
-    Raises ValueError and ImportError as [`_require_precision_settings`] does.
-    """
-    folder = _model_folder(handle)
-    if folder is None:
-        weights = f"{handle.checkpoint.name}@{handle.checkpoint.revision}"
-        model_files = None
-    else:
+    weights = f"{handle.checkpoint.name}@{handle.checkpoint.revision}"
+    model_files = None
+    folder = Path(handle.checkpoint.name)
+    if folder.is_dir():
         weights = files_hash(folder, WEIGHT_FILES)
         model_files = files_hash(folder, *FILES_BESIDE_WEIGHTS)
     task_files = None
     if options.include_path is not None:
         task_files = files_hash(options.include_path, *TASK_FILES)
-    if handle.adapter:
-        weight_settings = _read_base_settings(handle.adapter)
-    else:
-        weight_settings = _require_precision_settings(handle, options)
-    settings = {
+    settings: dict[str, Any] = {
         "batch_size": options.batch_size,
         "limit": options.limit,
         "files": model_files,
         "tasks": task_files,
-        **weight_settings,
     }
-    return ResultKey(weights, settings)
+    if handle.adapter:  # its base and quantization are as in training
+        base = handle.adapter.base
+        settings["base"] = base.revision or files_hash(Path(base.name), WEIGHT_FILES)
+        settings["quantization"] = handle.adapter.quantization
+        return weights, settings
+    dtype, quantization = handle.fetch_precision(options.dtype, options.load_in_4bit)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings["load_in_4bit"] = options.load_in_4bit
+    if quantization:
+        # Defaults such as float32 are written too.
+        settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))
+    return weights, settings
 
 
 def _read_reusable_results(
     output: Path,
     chosen: Mapping[str, str | OfflineTask],
     manager: TaskManager,
-    key: ResultKey,
+    weights: str,
+    settings: Mapping[str, Any],
 ) -> dict[str, Evaluation]:
-    """Reads the stored results that need no new run, by name of the task.
+    """Reads the stored results that a run with the installed packages would repeat, by task.
 
     Raises ValueError if a partial result would replace the whole one of the same weights.
     """
+    package_versions = {package: version(package) for package in ("lm_eval", "normalign_llava")}
     reusable = {}
     replaced = []
     for result in read_evaluations(output):
-        if result.task not in chosen:
+        if result.task not in chosen or result.weights != weights:
             continue
-        if key.matches(result, task_version(chosen[result.task], manager)):
+        versions = dict(package_versions)
+        current_version = task_version(chosen[result.task], manager)
+        if current_version:
+            versions[result.task] = current_version
+        if result.settings == settings and versions.items() <= result.versions.items():
             reusable[result.task] = result
-        elif result.weights == key.weights and not result.partial:
+        elif not result.partial:
             replaced.append(result.task)
-    if key.settings["limit"] and replaced:
+    if settings["limit"] and replaced:
         task_names = ", ".join(replaced)
         raise ValueError(f"--limit would replace results of {task_names}. Name another --output.")
     return reusable
@@ -329,12 +286,3 @@ def _read_reusable_results(
 def _harness_files(folder: Path) -> set[str]:
     """Returns the names of the files in a task's folder that the harness wrote."""
     return {file.name for file in folder.glob("*s_*.json*")}
-
-
-def _failure(error: Exception) -> str:
-    """Returns in one line why a task could not be run."""
-    on_device = device_error(error, "Lower batch_size, or use load_in_4bit.")
-    if on_device:
-        return on_device
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message[:400]}"

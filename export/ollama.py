@@ -2,11 +2,11 @@
 """Writes the chat template of a checkpoint for Ollama, whose templates are Go's."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import LlavaProcessor
 
 from ..checkpoint.prompts import end_texts
+from ..evaluation.answering import make_turn
 
 
 _SYSTEM = "\u2983system\u2984"
@@ -40,17 +40,19 @@ class TurnTexts:
         prompt = ""
         previous_role = ""
         for role, text in turns:
-            prompt += self._between(previous_role, role) + text
+            if role == "system":
+                prompt += self.before_system
+            elif role == "assistant":
+                prompt += self.question_to_answer
+            elif previous_role == "":
+                prompt += self.before_first_question
+            elif previous_role == "system":
+                prompt += self.system_to_question
+            else:
+                prompt += self.answer_to_question
+            prompt += text
             previous_role = role
         return prompt + self.before_answer
-
-    def _between(self, previous_role: str, role: str) -> str:
-        if role == "system":
-            return self.before_system
-        if role == "assistant":
-            return self.question_to_answer
-        starts = {"": self.before_first_question, "system": self.system_to_question}
-        return starts.get(previous_role, self.answer_to_question)
 
 
 def modelfile(processor: LlavaProcessor, text_file: str, vision_file: str) -> str:
@@ -71,12 +73,10 @@ def read_turn_texts(processor: LlavaProcessor) -> TurnTexts | None:
 
     None if it prints something else in a longer conversation, such as the number of a turn.
     """
-    question = _turn("user", _QUESTION)
-    answer = _turn("assistant", _ANSWER)
-    last_question = _turn("user", _LAST_QUESTION)
-    system = _turn("system", _SYSTEM)
-    conversation = _render(processor, [question, answer, last_question])
-    with_system = _render(processor, [system, question])
+    question = ("user", _QUESTION)
+    turns = [question, ("assistant", _ANSWER), ("user", _LAST_QUESTION)]
+    conversation = _render(processor, turns)
+    with_system = _render(processor, [("system", _SYSTEM), question])
     try:
         before_first_question, rest = conversation.split(_QUESTION)
         question_to_answer, rest = rest.split(_ANSWER)
@@ -93,41 +93,32 @@ def read_turn_texts(processor: LlavaProcessor) -> TurnTexts | None:
         answer_to_question=answer_to_question,
         before_answer=before_answer,
     )
-    return turn_texts if _agree(processor, turn_texts) else None
-
-
-def _agree(processor: LlavaProcessor, turn_texts: TurnTexts) -> bool:
-    """Whether the joined texts equal the template's prompts of four conversations."""
+    # Joined texts must be what the template prints of other conversations, too.
     exchange = [("user", "What is this?"), ("assistant", "A red kite.")]
     last = [("user", "Where?")]
     system = [("system", "Be brief.")]
     for turns in (last, exchange + last, exchange * 2 + last, system + exchange * 2 + last):
-        messages = [_turn(role, text) for role, text in turns]
-        if _render(processor, messages) != turn_texts.join(turns):
-            return False
-    return True
+        if _render(processor, turns) != turn_texts.join(turns):
+            return None
+    return turn_texts
 
 
-def _turn(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": text}]}
-
-
-def _render(processor: LlavaProcessor, messages: list[dict[str, Any]]) -> str:
+def _render(processor: LlavaProcessor, turns: list[tuple[str, str]]) -> str:
+    messages = [make_turn(role, text) for role, text in turns]
     return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def _go_template(turn_texts: TurnTexts) -> str:
     """Returns the Go template that prints a prompt as [`TurnTexts.join`] does."""
-    literal = _go_literal
     return (
         '{{- $previous := "" }}{{- range .Messages }}'
-        f'{{{{- if eq .Role "system" }}}}{literal(turn_texts.before_system)}'
-        f'{{{{- else if eq .Role "assistant" }}}}{literal(turn_texts.question_to_answer)}'
-        f'{{{{- else if eq $previous "" }}}}{literal(turn_texts.before_first_question)}'
-        f'{{{{- else if eq $previous "system" }}}}{literal(turn_texts.system_to_question)}'
-        f"{{{{- else }}}}{literal(turn_texts.answer_to_question)}"
+        f'{{{{- if eq .Role "system" }}}}{_go_literal(turn_texts.before_system)}'
+        f'{{{{- else if eq .Role "assistant" }}}}{_go_literal(turn_texts.question_to_answer)}'
+        f'{{{{- else if eq $previous "" }}}}{_go_literal(turn_texts.before_first_question)}'
+        f'{{{{- else if eq $previous "system" }}}}{_go_literal(turn_texts.system_to_question)}'
+        f"{{{{- else }}}}{_go_literal(turn_texts.answer_to_question)}"
         "{{- end }}{{ .Content }}{{- $previous = .Role }}{{- end }}"
-        f"{literal(turn_texts.before_answer)}"
+        f"{_go_literal(turn_texts.before_answer)}"
     )
 
 

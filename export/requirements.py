@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What llama.cpp cannot hold: refused before anything is written, with the reason."""
+"""What llama.cpp cannot hold: refused before anything is written. How it resizes pictures.
+
+llama.cpp's LLaVA pads a picture to a square. If the file lists sizes of tilings, as for LLaVA 1.6,
+llama.cpp stretches the whole picture to a square, and puts tiles of it beside. In a tiling of 0 x 0
+pixels there are no tiles, and the stretched picture remains: the pixels of SigLIP's processor.
+"""
 
 from typing import Any
 
+from PIL.Image import Resampling
 from transformers import PreTrainedConfig
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
@@ -17,6 +23,9 @@ TOWER_ACTIVATIONS = {
     "silu": "silu",
 }
 """transformers' names of activations, and llama.cpp's. Its GELU is the one with tanh."""
+
+NO_TILES = [0, 0]
+"""Width and height of the tiling that makes llama.cpp stretch pictures."""
 
 _PROJECTOR_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 _WITH_CLASS_TOKEN = {
@@ -42,8 +51,7 @@ def check_exportable(name: str, config: PreTrainedConfig, image_processor: Any) 
     problem = (
         _quantization_problem(config)
         or _tower_problem(config)
-        or _projector_problem(config)
-        or _language_problem(config)
+        or _visual_tokens_problem(config)
         or _processor_problem(image_processor, config.vision_config)
     )
     if problem:
@@ -92,7 +100,7 @@ def _tower_problem(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _projector_problem(config: PreTrainedConfig) -> str | None:
+def _visual_tokens_problem(config: PreTrainedConfig) -> str | None:
     if config.projector_hidden_act not in _PROJECTOR_ACTIVATIONS:
         return f"llama.cpp's projector has GELU, and this one has {config.projector_hidden_act}."
     if getattr(config, "projector_norm", "none") == "rms_norm":
@@ -100,10 +108,6 @@ def _projector_problem(config: PreTrainedConfig) -> str | None:
             "its norm is an RMSNorm, and llama.cpp's projector ends in a LayerNorm. Build one "
             "with a LayerNorm, `normalign build`'s default, and train that."
         )
-    return None
-
-
-def _language_problem(config: PreTrainedConfig) -> str | None:
     text_scale, _ = embedding_scales(config.text_config)
     kind = config.text_config.model_type
     if text_scale != 1.0 and not kind.startswith("gemma"):
@@ -123,3 +127,21 @@ def _processor_problem(image_processor: Any, vision: PreTrainedConfig) -> str | 
     if not is_scaled or not image_processor.do_normalize:
         return "its pixels are not scaled by 1 / 255 and normalized, as llama.cpp does it."
     return None
+
+
+def is_padded(image_processor: Any) -> bool:
+    """Whether pictures were padded to a square in training, as `LlavaImageProcessor` can."""
+    return bool(getattr(image_processor, "do_pad", False))
+
+
+def describe_resizing(image_processor: Any) -> str:
+    """Returns what is done with a picture of another size, in training and by llama.cpp."""
+    if is_padded(image_processor):
+        return "padded, as in training"
+    if getattr(image_processor, "do_center_crop", False):
+        return "stretched, but cropped in training"
+    interpolation = Resampling(image_processor.resample)
+    if interpolation != Resampling.BICUBIC:
+        name = interpolation.name.lower()
+        return f"stretched with bicubic interpolation, but with {name} in training"
+    return "stretched, as in training"

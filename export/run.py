@@ -5,10 +5,13 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 
 from ..assembly.adapter import open_adapter
 from ..assembly.merge import merge_adapter
@@ -20,16 +23,16 @@ from ..errors import check_installed
 from ..keywords import takes_fields
 from .ollama import modelfile
 from .record import write_export_record
-from .requirements import check_exportable
-from .resizing import describe_resizing
-from .text import SCRIPT, find_script, script_command, write_text
+from .requirements import check_exportable, describe_resizing
 
 
 TOWER_DTYPES = {**HALVES, "float32": torch.float32}
 TEXT_TYPES = ("f16", "bf16", "f32", "q8_0")
 MERGED = "merged"
 MODELFILE = "Modelfile"
+SCRIPT = "convert_hf_to_gguf.py"
 _FILE_NAME = re.compile(r"[\w][\w.+-]*")
+_READ_BY_SCRIPT = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
         raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")
     script = None
     if options.llama_cpp:
-        script = find_script(Path(os.path.expanduser(options.llama_cpp)))
+        script = _require_script(Path(os.path.expanduser(options.llama_cpp)))
     source = Path(os.path.expanduser(options.model))
     name = options.name or source.resolve().name
     if not _FILE_NAME.fullmatch(name):
@@ -130,7 +133,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
         write_export_record(folder, checkpoint)
         if script:
-            write_text(script, checkpoint, folder / text_file, text_type)
+            _write_text(script, checkpoint, folder / text_file, text_type)
             shutil.rmtree(folder / MERGED, ignore_errors=True)
         instructions = modelfile(checkpoint.processor, text_file, vision_file)
         (folder / MODELFILE).write_text(instructions, "utf-8")
@@ -139,7 +142,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
         is_merged = (output / MERGED).is_dir()
         converted = output / MERGED if is_merged else checkpoint.name
         script_path = f"LLAMA_CPP/{SCRIPT}"
-        command = script_command(script_path, converted, output / text_file, text_type)
+        command = _script_command(script_path, converted, output / text_file, text_type)
         next_commands.insert(0, shlex.join(command))
     return ExportReport(
         output=str(output),
@@ -160,8 +163,7 @@ def _open_or_merge(options: ExportOptions, merged_folder: Path) -> Checkpoint:
     source = Path(os.path.expanduser(options.model))
     if not (source / ADAPTER_CONFIG).is_file():
         checkpoint = open_checkpoint(options.model)
-        image_processor = checkpoint.processor.image_processor
-        check_exportable(checkpoint.name, checkpoint.config, image_processor)
+        check_exportable(checkpoint.name, checkpoint.config, checkpoint.processor.image_processor)
         return checkpoint
     quantization = options.base_quantization
     adapter = open_adapter(source, options.base, quantization)
@@ -175,3 +177,49 @@ def _commands_to_run(output: Path, vision_file: str, text_file: str) -> list[str
     server = ["llama-server", "-m", str(text_path), "--mmproj", str(output / vision_file)]
     ollama = ["ollama", "create", Path(text_file).stem, "-f", str(output / MODELFILE)]
     return [shlex.join(server), shlex.join(ollama)]
+
+
+def _require_script(llama_cpp: Path) -> Path:
+    """Returns llama.cpp's script. Raises ValueError if the folder has none."""
+    script = llama_cpp / SCRIPT
+    if not script.is_file():
+        raise ValueError(
+            f"{llama_cpp} has no {SCRIPT}. Give the folder of llama.cpp's sources: "
+            "`git clone https://github.com/ggml-org/llama.cpp`."
+        )
+    return script
+
+
+def _script_command(script: Path | str, model: Path | str, file: Path, text_type: str) -> list[str]:
+    """Returns the command that writes a language model to `file`."""
+    python = sys.executable if isinstance(script, Path) else "python"
+    return [python, str(script), str(model), "--outfile", str(file), "--outtype", text_type]
+
+
+def _write_text(script: Path, checkpoint: Checkpoint, file: Path, text_type: str) -> None:
+    """Writes the language model with llama.cpp's script.
+
+    Args:
+        script: llama.cpp's script.
+        checkpoint: The checkpoint. If it is on the Hub, its files are fetched.
+        file: The file to write.
+        text_type: A value of the script's `--outtype`.
+
+    Raises:
+        ValueError: The script fails. The error has its last lines.
+    """
+    folder = Path(checkpoint.name)
+    if not folder.is_dir():
+        folder = Path(
+            snapshot_download(
+                checkpoint.name, revision=checkpoint.revision, allow_patterns=_READ_BY_SCRIPT
+            )
+        )
+    command = _script_command(script, folder, file, text_type)
+    ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if ended.returncode or not file.is_file():
+        last_lines = "\n".join(ended.stderr.strip().splitlines()[-5:])
+        raise ValueError(
+            f"llama.cpp's script failed on the language model of {checkpoint.name}: "
+            f"`{shlex.join(command)}`\n{last_lines}"
+        )

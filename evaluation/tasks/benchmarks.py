@@ -69,8 +69,15 @@ def _decoded(batch: dict[str, list]) -> dict[str, list]:
 
 mmbench = checked("index", "question", "hint", "answer", *"ABCD")
 mmstar = checked("question", "answer", "l2_category")
-CHOICES = [f"choice_{letter}" for letter in "ABCD"]
-seedbench = checked("question", "answer", *CHOICES, question_image_type=("chart", "map", "web"))
+seedbench = checked(
+    "question",
+    "answer",
+    "choice_A",
+    "choice_B",
+    "choice_C",
+    "choice_D",
+    question_image_type=("chart", "map", "web"),
+)
 scienceqa = checked("question", "choices", "answer", "hint")
 ai2d = checked("question", "options", "answer")
 pope = checked("question", category=("random", "popular", "adversarial"), answer=("yes", "no"))
@@ -176,15 +183,12 @@ def _options(document: dict) -> dict[str, str]:
         # Questions of MMBench with fewer options have "nan" or nothing there.
         if option_text not in (None, "", "nan"):
             options[letter] = option_text
-    return options or _options_in_question(document["question"])
-
-
-def _options_in_question(question: str) -> dict[str, str]:
-    """Returns the options that a question of MMStar lists at its end. A missing one has no text."""
-    options = dict.fromkeys("ABCD", "")
-    after_title = re.split(r"\b(?:Options|Choices):", question)[-1]
-    for letter, option_text in OPTION.findall(after_title.strip()):
-        options[letter] = option_text.strip()
+    if not options:
+        # Questions of MMStar list them at their end. A missing one has no text.
+        options = dict.fromkeys("ABCD", "")
+        after_title = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
+        for letter, option_text in OPTION.findall(after_title.strip()):
+            options[letter] = option_text.strip()
     return options
 
 

@@ -7,8 +7,9 @@ this answer, over all questions of the wording.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from datasets import Dataset, Image as ImageFeature
@@ -51,12 +52,7 @@ def easy_vqa(**_: object) -> dict[str, Dataset]:
     questions_by_kind = []
     for kind in data.QUESTION_KINDS:
         questions_by_kind.append([question for question in questions if question.kind == kind])
-    asked_in_turns = []
-    for questions_of_kinds in zip(*questions_by_kind, strict=True):
-        for question in questions_of_kinds:
-            category = question.kind.replace("/", "_")
-            asked_in_turns.append((question, data.CHOICES[question.kind], category))
-    return _test_split(asked_in_turns)
+    return _test_split(chain.from_iterable(zip(*questions_by_kind, strict=True)))
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
@@ -64,16 +60,18 @@ def emoji(**_: object) -> dict[str, Dataset]:
 
     None is a drawing by Google: the quickstart trains on those.
     """
-    return _test_split([(question, data.EMOJI, "") for question in data.emoji_by_others()])
+    return _test_split(data.emoji_by_others())
 
 
-def _test_split(
-    questions: Sequence[tuple[data.Question, Collection[str], str]],
-) -> dict[str, Dataset]:
+def _test_split(questions: Iterable[data.Question]) -> dict[str, Dataset]:
     """Returns questions, with their choices and category, as split `test`."""
     documents = []
     truths = []
-    for question, choices, category in questions:
+    for question in questions:
+        choices = data.CHOICES.get(question.kind, data.EMOJI)
+        category = ""
+        if question.kind in data.CHOICES:
+            category = question.kind.replace("/", "_")
         truths.append({"category": category, "answer": question.answer})
         document = {
             "image": {"bytes": data.png(question.shown()), "path": None},
@@ -150,9 +148,8 @@ def blank(counts: list[list[int]]) -> float:
 
     The pairs are, for each wording, how many questions are right, and how many there are.
     """
-    right_count = sum(right for right, _ in counts)
-    question_count = sum(asked for _, asked in counts)
-    return right_count / question_count
+    right_counts, question_counts = zip(*counts, strict=True)
+    return sum(right_counts) / sum(question_counts)
 
 
 def commonest(answers: list[str]) -> float:

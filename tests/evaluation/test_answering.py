@@ -19,7 +19,7 @@ from normalign_llava.evaluation.answering import (
     greedy_config,
     make_turn,
     model_inputs,
-    require_free_positions,
+    require_answer_limit,
     user_turn,
 )
 
@@ -215,18 +215,19 @@ def test_a_tokenizer_has_no_token_for_an_image(processor):
 
 def test_a_prompt_leaves_the_positions_after_it():
     config = LlavaConfig(text_config=LlamaConfig(max_position_embeddings=20))
-    assert require_free_positions(config, 19) == 1
+    assert require_answer_limit(config, 19, 3) == 1
+    assert require_answer_limit(config, 16, 3) == 3
 
 
 @pytest.mark.parametrize("prompt_length", [20, 21])
 def test_a_prompt_that_leaves_no_position_is_refused(prompt_length):
     config = LlavaConfig(text_config=LlamaConfig(max_position_embeddings=20))
     with pytest.raises(ValueError, match=f"{prompt_length} tokens, and the model reads 20"):
-        require_free_positions(config, prompt_length)
+        require_answer_limit(config, prompt_length, 3)
 
 
 def test_a_model_of_relative_positions_has_no_limit():
-    assert require_free_positions(BloomConfig(), 21) is None
+    assert require_answer_limit(BloomConfig(), 21, 3) == 3
 
 
 @contextmanager
@@ -265,7 +266,10 @@ def test_answers_end_with_the_model_s_positions(model, processor, conversation, 
 def test_a_model_without_a_limit_answers_as_long_as_it_may(
     model, processor, conversation, monkeypatch
 ):
-    monkeypatch.setattr(answering, "require_free_positions", lambda config, tokens: None)
+    limit = answering.require_answer_limit
+    monkeypatch.setattr(
+        answering, "require_answer_limit", lambda config, *numbers: limit(BloomConfig(), *numbers)
+    )
     assert answers(model, processor, [conversation], 3) == ["AAA"]
     stream = AnswerStream(model, processor, model_inputs(processor, [conversation]), 3)
     assert "".join(stream) == "AAA"

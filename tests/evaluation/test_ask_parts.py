@@ -17,7 +17,7 @@ from normalign_llava.evaluation.answering import user_turn
 from normalign_llava.evaluation.ask import (
     AskOptions,
     answer_all,
-    append_rows,
+    append_answers,
     ask,
     converse,
     print_answer,
@@ -211,7 +211,8 @@ def test_an_answer_is_printed_whole_and_returned_without_the_spaces_at_its_ends(
 
 def test_answers_are_appended_whatever_is_in_them_and_wherever_the_file_is(tmp_path):
     output_path = tmp_path / "a" / "b" / "c.jsonl"
-    append_rows(output_path, [{"answer": "half \ud83d"}, {"answer": "ä"}])
+    questions = [Question("a row", [user_turn("what?")])] * 2
+    append_answers(output_path, "m", questions, ["half \ud83d", "ä"])
     rows = [json.loads(line) for line in output_path.read_text("utf-8").splitlines()]
     assert [row["answer"] for row in rows] == ["half ?", "ä"]
 

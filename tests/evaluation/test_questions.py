@@ -1,5 +1,7 @@
 """The questions of `normalign ask`: of a folder, of rows, and of a file that has answers."""
 
+import json
+
 import pytest
 import train_data
 
@@ -8,8 +10,7 @@ from normalign_llava.data.sources.source import open_source
 from normalign_llava.evaluation import questions
 from normalign_llava.evaluation.ask import (
     AskOptions,
-    answer_rows,
-    append_rows,
+    append_answers,
     ask,
     count_answered,
 )
@@ -18,7 +19,7 @@ from normalign_llava.evaluation.questions import (
     check_images,
     question_about,
     read_questions,
-    read_questions_about_each,
+    read_questions_of_words,
     read_words,
 )
 
@@ -44,7 +45,7 @@ def image_folder(tmp_path):
 
 
 def test_each_image_in_a_folder_and_below_is_asked_about_in_order(image_folder):
-    asked = read_questions_about_each(image_folder, [], "what?", "Be brief.")
+    asked = read_questions_of_words([image_folder], "what?", "Be brief.")
     assert [question.name for question in asked] == ["RED.PNG", "a.d/white.png", "b/blue.png"]
     for question in asked:
         assert question.text == "what?"
@@ -55,7 +56,7 @@ def test_each_image_in_a_folder_and_below_is_asked_about_in_order(image_folder):
 
 
 def test_the_image_of_a_question_is_not_kept_in_memory(image_folder):
-    question_about_blue = read_questions_about_each(image_folder, [], "what?", "Be brief.")[2]
+    question_about_blue = read_questions_of_words([image_folder], "what?", "Be brief.")[2]
     user_turn = question_about_blue.conversation()[1]
     assert user_turn["content"][0]["image"].getpixel((0, 0)) == (0, 0, 255)
     assert question_about_blue.turns[1]["content"][0]["image"] is None
@@ -63,18 +64,18 @@ def test_the_image_of_a_question_is_not_kept_in_memory(image_folder):
 
 def test_images_in_a_folder_need_a_question(image_folder):
     with pytest.raises(ValueError, match="Give the question about each"):
-        read_questions_about_each(image_folder, [], None, None)
+        read_questions_of_words([image_folder], None, None)
 
 
 def test_besides_a_folder_no_other_images_are_given(image_folder):
-    other_images = [image_folder / "RED.PNG"]
+    images = [image_folder, image_folder / "RED.PNG"]
     with pytest.raises(ValueError, match="give no other images"):
-        read_questions_about_each(image_folder, other_images, "what?", None)
+        read_questions_of_words(images, "what?", None)
 
 
 def test_a_folder_without_an_image_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no image"):
-        read_questions_about_each(tmp_path, [], "what?", None)
+        read_questions_of_words([tmp_path], "what?", None)
 
 
 def test_a_question_about_images_is_named_after_them(tmp_path):
@@ -270,23 +271,22 @@ def test_a_file_of_answers_is_continued_after_its_last_answer(tmp_path):
     output_path = tmp_path / "new" / "a.jsonl"
     assert count_answered(output_path, QUESTIONS, "m") == 0
 
-    first_row, second_row = answer_rows("m", QUESTIONS, ["ä", "b"])
+    append_answers(output_path, "m", QUESTIONS[:1], ["ä"])
+    assert count_answered(output_path, QUESTIONS, "m") == 1
+    assert "ä" in output_path.read_text(encoding="utf-8")
+
+    append_answers(output_path, "m", QUESTIONS[1:], ["b"])
+    assert count_answered(output_path, QUESTIONS, "m") == 2
+    first_row, second_row = map(json.loads, output_path.read_text(encoding="utf-8").splitlines())
     assert first_row["answer"] == "ä"
     assert second_row["answer"] == "b"
     assert "truth" not in first_row
 
-    append_rows(output_path, [first_row])
-    assert count_answered(output_path, QUESTIONS, "m") == 1
-    assert "ä" in output_path.read_text(encoding="utf-8")
 
-    append_rows(output_path, [second_row])
-    assert count_answered(output_path, QUESTIONS, "m") == 2
-
-
-def test_a_row_of_an_answer_has_the_true_answer_if_it_is_known():
+def test_a_row_of_an_answer_has_the_true_answer_if_it_is_known(tmp_path):
     question = Question("row", QUESTIONS[0].turns, truth="")
-    (row,) = answer_rows("m", [question], ["a"])
-    assert row == {
+    append_answers(tmp_path / "a.jsonl", "m", [question], ["a"])
+    assert json.loads((tmp_path / "a.jsonl").read_text()) == {
         "model": "m",
         "name": "row",
         "question": "A?",
@@ -295,7 +295,8 @@ def test_a_row_of_an_answer_has_the_true_answer_if_it_is_known():
     }
 
 
-FIRST_ROW, SECOND_ROW = answer_rows("m", QUESTIONS, ["a", "b"])
+FIRST_ROW = {"model": "m", "name": "the question", "question": "A?", "answer": "a"}
+SECOND_ROW = {"model": "m", "name": "the question", "question": "B?", "answer": "b"}
 FIRST_ROW_OF_OTHER_MODEL = {**FIRST_ROW, "model": "n"}
 ROW_WITHOUT_ANSWER = {name: value for name, value in FIRST_ROW.items() if name != "answer"}
 
@@ -314,7 +315,7 @@ ROW_WITHOUT_ANSWER = {name: value for name, value in FIRST_ROW.items() if name !
 )
 def test_a_file_of_other_answers_is_left_alone(tmp_path, rows):
     output_path = tmp_path / "answers.jsonl"
-    append_rows(output_path, rows)
+    output_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with output_path.open("a") as opened:
         opened.write('{"not whole')
     before = output_path.read_bytes()
@@ -343,6 +344,6 @@ def test_an_output_needs_questions(tmp_path):
 
 def test_an_output_is_checked_before_the_model_is_opened(tmp_path):
     output_path = tmp_path / "a.jsonl"
-    append_rows(output_path, [{}])
+    output_path.write_text("{}\n")
     with pytest.raises(ValueError, match="Give another --output"):
         ask("gone", ["what?"], AskOptions(output=output_path))

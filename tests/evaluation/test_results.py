@@ -11,12 +11,11 @@ from rich.text import Text
 from normalign_llava.evaluation import engine
 from normalign_llava.evaluation.engine import _metrics, _protocol, chosen_tasks, task_version
 from normalign_llava.evaluation.results import (
-    Answer,
     Evaluation,
     Metric,
     files_hash,
-    read_answers,
     read_evaluations,
+    read_samples,
 )
 from normalign_llava.evaluation.run import Evaluated
 
@@ -108,17 +107,24 @@ def write_answer(samples_path, question, accepted, answers):
     samples_path.write_text(f"{line}\n", encoding="utf-8")
 
 
-def test_answers_are_read_in_their_order(tmp_path):
-    assert read_answers(tmp_path) == []
+def test_samples_are_read_in_their_order(tmp_path):
+    assert list(read_samples(tmp_path)) == []
 
     write_answer(tmp_path / "samples_a.jsonl", "kite?", ["kite", "it"], ["kite", "white"])
     # This separator of lines is none in JSON.
     bird = "bird\u2028"
     write_answer(tmp_path / "samples_b.jsonl", f"{bird}?", [bird, "it"], [bird, "white"])
     (tmp_path / "results.json").write_text("{}")
-    assert read_answers(tmp_path) == [
-        Answer("kite?", "kite", ["kite", "it"]),
-        Answer(f"{bird}?", bird, [bird, "it"]),
+    samples = [sample for _, sample in read_samples(tmp_path)]
+    assert samples == [
+        {
+            "doc": {"prompt": "kite?", "answers": ["kite", "it"]},
+            "filtered_resps": ["kite", "white"],
+        },
+        {
+            "doc": {"prompt": f"{bird}?", "answers": [bird, "it"]},
+            "filtered_resps": [bird, "white"],
+        },
     ]
 
 
@@ -202,7 +208,7 @@ def with_answers(tmp_path):
     sample_lines = []
     for number, answer in enumerate(["kite", "", "a " * 300, "fourth"]):
         document = {"prompt": f"[red]{number}?", "answers": ["kite", "bird"]}
-        sample_lines.append(json.dumps({"doc": document, "filtered_resps": [answer]}))
+        sample_lines.append(json.dumps({"doc": document, "filtered_resps": [answer, "white"]}))
     (folder / "samples_own_mine.jsonl").write_text("\n".join(sample_lines))
     results = [make_result("pope"), make_result("own_other"), make_result("own_mine")]
     return Evaluated(tmp_path / "summary.json", results, {})

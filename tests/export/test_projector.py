@@ -92,9 +92,9 @@ def test_a_projector_without_a_norm_has_two_linear_layers():
 def test_the_difference_is_that_of_the_two_gelus(norm):
     ours = projector(norm)
     features = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)).double()
-    projection = project_for_llama_cpp(ours, features, TOWER_EPS)
-    assert 1e-6 < projection.difference < 1e-3
-    assert all(tensor.dtype == torch.float32 for tensor in projection.tensors.values())
+    tensors, difference = project_for_llama_cpp(ours, features, TOWER_EPS)
+    assert 1e-6 < difference < 1e-3
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
 
 
 def test_weights_that_are_not_finite_are_refused():

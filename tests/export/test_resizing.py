@@ -4,7 +4,7 @@ from gguf import GGUFReader
 from tiny_parts import language, vision
 
 from normalign_llava import build_checkpoint
-from normalign_llava.export.resizing import describe_resizing
+from normalign_llava.export.requirements import describe_resizing
 from normalign_llava.export.run import export_gguf
 
 
