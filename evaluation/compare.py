@@ -309,7 +309,8 @@ def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) 
         if without_spread(scores, scores) and without_spread(reference, reference):
             return None
         t_test = stats.ttest_ind(scores, reference, equal_var=False)
-    return tuple(t_test.confidence_interval(confidence))
+    low, high = t_test.confidence_interval(confidence)
+    return float(low), float(high)
 
 
 def without_spread(values: Array, *computed_from: Array) -> bool:
