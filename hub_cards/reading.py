@@ -45,7 +45,9 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def models_of(modelfile: Path) -> list[str]:
-    """Returns the files or models that a Modelfile names."""
+    """Reads the files or models that a Modelfile names. Without a Modelfile there are none."""
+    if not modelfile.is_file():
+        return []
     lines = modelfile.read_text("utf-8", "replace").splitlines()
     return [line.removeprefix("FROM ").strip() for line in lines if line.startswith("FROM ")]
 
@@ -57,8 +59,6 @@ def complete_modelfile(folder: Path) -> str | None:
     the Modelfile.
     """
     for file in (folder / GGUF / MODELFILE, folder / MODELFILE):
-        if not file.is_file():
-            continue
         names = models_of(file)
         if names and all((file.parent / name).is_file() for name in names):
             return file.relative_to(folder).as_posix()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before publishing that loading does not make: code, norm, secrets, an adapter's base."""
+"""Checks before publishing that loading does not make.
+
+Of code and norm, secrets, an adapter's base, and GGUF files.
+"""
 
 import json
 import re
@@ -13,8 +16,17 @@ from transformers.utils.hub import cached_files
 from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, require_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...export.record import exported_weights, weights_hash
 from ..card.facts import Part
-from ..reading import read_config, read_json, read_norm
+from ..reading import (
+    MODELFILE,
+    gguf_files,
+    models_of,
+    read_config,
+    read_json,
+    read_norm,
+    weight_files,
+)
 from .source import CODE, PublishSource
 
 
@@ -69,12 +81,14 @@ def check_private(source: PublishSource, token: str) -> None:
         source: The files that are to be published.
         token: The publisher's token, or "".
     """
-    local_paths = _local_paths(source.folder)
+    local_paths = set()
+    for folder in (Path.home(), Path.home().resolve(), source.folder, source.folder.parent):
+        if len(folder.parts) > 2:  # others are as common as "/root"
+            in_json = json.dumps(str(folder))[1:-1]  # JSON escapes letters beyond ASCII
+            local_paths |= {str(folder), in_json}
     longest_first = sorted(local_paths, key=len, reverse=True)
-    patterns = [_HUB_TOKEN, *map(re.escape, longest_first)]
-    if token:
-        patterns.insert(0, re.escape(token))
-    private_pattern = re.compile("|".join(patterns))
+    texts = filter(None, [token, *longest_first])
+    private_pattern = re.compile("|".join([*map(re.escape, texts), _HUB_TOKEN]))
     faults = []
     for repo_path, content in source.files.items():
         if isinstance(content, Path):
@@ -106,19 +120,6 @@ def _read_metadata(file: Path) -> str:
             return stream.read(_GGUF_METADATA).decode("utf-8", "replace")
     with safe_open(file, "pt") as tensors:
         return json.dumps(tensors.metadata())
-
-
-def _local_paths(checkpoint: Path) -> set[str]:
-    """Returns the home folder, the checkpoint's and its parent, also as they are in JSON.
-
-    Paths that are as common as "/root" are left out.
-    """
-    paths = set()
-    for folder in (Path.home(), Path.home().resolve(), checkpoint, checkpoint.parent):
-        if len(folder.parts) > 2:
-            paths.add(str(folder))
-            paths.add(json.dumps(str(folder))[1:-1])  # JSON escapes letters beyond ASCII
-    return paths
 
 
 def recorded_base(adapter: Path) -> Part | None:
@@ -164,19 +165,11 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
             f"version's of this package: {', '.join(foreign_code)}. Publish the base anew, or "
             f"{_MERGED}"
         )
-    _check_unchanged(adapter, base, base_config)
-    return Part("base model", base, base, base_commit)
-
-
-def _check_unchanged(adapter: Path, base: str, config: dict[str, Any]) -> None:
-    """Raises ValueError if training changed the configuration of the base.
-
-    PEFT would load the adapter on the base as that is.
-    """
+    # PEFT would load the adapter on the base as that is.
     changed_settings = []
     training_record = read_json(adapter / TRAINING_RECORD)
     for setting, trained_value in training_record.get("config_changes", {}).items():
-        base_value = config.get(setting, getattr(NormAlignLlavaConfig, setting))
+        base_value = base_config.get(setting, getattr(NormAlignLlavaConfig, setting))
         if trained_value != base_value:
             changed_settings.append(f"{setting} {trained_value!r}, not {base_value!r}")
     if changed_settings:
@@ -184,6 +177,7 @@ def _check_unchanged(adapter: Path, base: str, config: dict[str, Any]) -> None:
         raise ValueError(
             f"The adapter was trained with {changes} as in its base {base}. Publish {_MERGED}"
         )
+    return Part("base model", base, base, base_commit)
 
 
 def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
@@ -201,3 +195,52 @@ def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
     if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
         foreign.append("auto_map in config.json")
     return foreign
+
+
+def check_gguf(checkpoint: Path) -> None:
+    """Checks the GGUF files of a checkpoint folder, and the Modelfile beside them.
+
+    Files that `normalign export` did not write have no record of their weights. They may be of
+    other weights.
+
+    Raises:
+        ValueError: A file is not GGUF or has no tensors, a Modelfile names a file that is missing,
+            or the files were exported from other weights. The error lists every fault.
+    """
+    files = gguf_files(checkpoint)
+    faults = []
+    for file in files:
+        with file.open("rb") as stream:
+            header = stream.read(16)  # magic bytes, version, number of tensors
+        has_tensors = len(header) == 16 and header.startswith(b"GGUF") and any(header[8:])
+        if not has_tensors:
+            faults.append(f"{file} is not a GGUF file with tensors. Write it again, or remove it.")
+    folders = sorted({file.parent for file in files})
+    for folder in folders:
+        modelfile = folder / MODELFILE
+        for name in models_of(modelfile):
+            if name.endswith(".gguf") and not (folder / name).is_file():
+                faults.append(
+                    f"{modelfile} names {name}, but there is no such file. Write it, or correct "
+                    "or remove the Modelfile."
+                )
+    if not faults:  # hashing weights takes long
+        faults = _outdated_exports(checkpoint, folders)
+    if faults:
+        raise ValueError("\n- ".join(["These GGUF files cannot be published:", *faults]))
+
+
+def _outdated_exports(checkpoint: Path, folders: list[Path]) -> list[str]:
+    """Returns a sentence for each folder whose GGUF files were exported from other weights."""
+    recorded = {folder: exported_weights(folder) for folder in folders}
+    if not any(recorded.values()):
+        return []
+    current_hash = weights_hash(weight_files(checkpoint))
+    faults = []
+    for folder, exported_hash in recorded.items():
+        if exported_hash not in (None, current_hash):
+            faults.append(
+                f"{folder} was exported from other weights than {checkpoint} has now. Remove it "
+                f"and run `normalign export {checkpoint}` again, or publish without --gguf."
+            )
+    return faults

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A repository on the Hub: who may write to it, what it holds, and one commit, whole or none."""
+"""A repository on the Hub: who may write to it, what it holds, and one commit, whole or none.
+
+`publication.json` in it says which files a publication wrote, and so may replace later.
+"""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,9 +21,11 @@ from huggingface_hub import (
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import get_token
+from huggingface_hub.utils.sha import git_hash
 
 from ... import __version__
 from ...checkpoint.files import CARD
+from .source import READ, WRITTEN, matches
 
 
 RECORD = "publication.json"  # in a repository: what this package wrote to it
@@ -60,11 +65,6 @@ class Repository:
     def is_as_published(self, path: str) -> bool:
         """Returns whether this package published a file, and nobody has changed it since."""
         return self.files[path] in self.written.get(path, ())
-
-    @property
-    def url(self) -> str:
-        """Page of a model."""
-        return f"{self.api.endpoint}/{self.repo_id}/tree/{self.branch}"
 
 
 @contextmanager
@@ -135,23 +135,23 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         except errors.RepositoryNotFoundError:
             return Repository(api, name, kind, branch)
         commit = repo_info.sha
-        content_ids = {}
+        file_ids = {}
         for entry in api.list_repo_tree(name, recursive=True, repo_type=kind, revision=commit):
             if isinstance(entry, RepoFile):
-                content_ids[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
+                file_ids[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
 
         def download(path: str) -> bytes:
             file = api.hf_hub_download(name, path, repo_type=kind, revision=commit)
             return Path(file).read_bytes()
 
         card_text = None
-        if CARD in content_ids:
+        if CARD in file_ids:
             card_text = download(CARD).decode("utf-8-sig", "replace")
         written_ids: dict[str, Sequence[str]] = {}
-        if RECORD in content_ids:
+        if RECORD in file_ids:
             written_ids = _recorded(download(RECORD))
         if written_ids:  # a file of that name without our records is somebody else's
-            written_ids[RECORD] = [content_ids[RECORD]]
+            written_ids[RECORD] = [file_ids[RECORD]]
     return Repository(
         api,
         name,
@@ -159,7 +159,7 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         branch,
         commit=commit,
         private=bool(repo_info.private),
-        files=content_ids,
+        files=file_ids,
         written=written_ids,
         card=card_text,
     )
@@ -175,6 +175,85 @@ def _recorded(record: bytes) -> dict[str, Sequence[str]]:
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return {}
     return {path: content_ids for path, content_ids in ids_by_path if isinstance(content_ids, list)}
+
+
+def additions(files: Mapping[str, bytes | Path]) -> list[CommitOperationAdd]:
+    """Returns what a commit adds: files by path, and the record of them."""
+    added = [CommitOperationAdd(path, content) for path, content in files.items()]
+    record = {"schema_version": 1, "written_by": "normalign-llava", "files": content_ids(added)}
+    record_text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+    return [*added, CommitOperationAdd(RECORD, record_text.encode())]
+
+
+def content_ids(added: Sequence[CommitOperationAdd]) -> dict[str, list[str]]:
+    """Returns by path the ids that the Hub may give a content: its SHA-256, and its git blob id.
+
+    The Hub names what is in LFS by the first and other files by the second. Weights are always in
+    LFS, so they are not read once more for the second.
+    """
+    ids_by_path = {}
+    for addition in added:
+        identifiers = [addition.upload_info.sha256.hex()]
+        if isinstance(addition.path_or_fileobj, bytes):
+            identifiers.append(git_hash(addition.path_or_fileobj))
+        ids_by_path[addition.path_in_repo] = identifiers
+    return ids_by_path
+
+
+def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> list[str]:
+    """Returns the files of an earlier publication that nobody changed and this one lacks."""
+    stale_paths = []
+    for repo_path in repository.files.keys() - content_ids(added).keys():
+        if matches(repo_path, WRITTEN) and repository.is_as_published(repo_path):
+            stale_paths.append(repo_path)
+    return sorted(stale_paths)
+
+
+def files_of_others(
+    repository: Repository, added: Sequence[CommitOperationAdd] | None = None
+) -> list[str]:
+    """Returns the files that others wrote or changed, and that stand in the way of a publication.
+
+    They would be overwritten with another content, or be read together with the model. Without
+    `added`, only the files that would be read are returned, whatever is sent. A model's card does
+    not count, since a mark in the card says who wrote it.
+    """
+    is_model = repository.kind == "model"
+    # The Hub names a content by one of several ids. `content_ids` says why.
+    sent_ids = content_ids(added or ())
+    obstacles = []
+    for repo_path, content_id in sorted(repository.files.items()):
+        would_be_overwritten = repo_path in sent_ids
+        would_be_read = is_model and matches(repo_path, READ)
+        may_be_replaced = (
+            repository.is_as_published(repo_path)
+            or content_id in sent_ids.get(repo_path, ())  # the same content is sent
+            or (is_model and repo_path == CARD)
+        )
+        if (would_be_overwritten or would_be_read) and not may_be_replaced:
+            obstacles.append(repo_path)
+    return obstacles
+
+
+def check_files_of_others(
+    repository: Repository, added: Sequence[CommitOperationAdd] | None = None
+) -> None:
+    """Raises ValueError if there are [`files_of_others`]. It lists them, and what can be done."""
+    obstacles = files_of_others(repository, added)
+    if not obstacles:
+        return
+    sent_ids = content_ids(added or ())
+    file_list = ""
+    for repo_path in obstacles:
+        is_sent = repo_path in sent_ids
+        consequence = "overwritten" if is_sent else "read beside the model"
+        file_list += f"- {repo_path} would be {consequence}\n"
+    raise ValueError(
+        f"{repository.repo_id} has files that no publication of this package wrote, or that were "
+        f"changed since:\n{file_list}Nothing was sent. Choose another repository, or let them be "
+        "overwritten or removed: `normalign publish` with --replace-files, and with the same "
+        "repository and branch (in Python, replace_files=True)."
+    )
 
 
 def push(

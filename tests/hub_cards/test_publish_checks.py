@@ -207,14 +207,14 @@ ALL_NAMES = WRITTEN_AND_READ | ONLY_READ | ONLY_WRITTEN | OF_PEOPLE
 
 def test_what_is_written_beside_a_model():
     written_names = {
-        file_name for file_name in ALL_NAMES if source.is_written_by_package(file_name)
+        file_name for file_name in ALL_NAMES if source.matches(file_name, source.WRITTEN)
     }
     assert written_names == WRITTEN_AND_READ | ONLY_WRITTEN
 
 
 def test_what_is_read_beside_a_model():
     """What transformers would read, or run, must not be left there by somebody else."""
-    read_names = {file_name for file_name in ALL_NAMES if source.is_read_with_model(file_name)}
+    read_names = {file_name for file_name in ALL_NAMES if source.matches(file_name, source.READ)}
     assert read_names == WRITTEN_AND_READ | ONLY_READ
 
 
