@@ -76,10 +76,10 @@ def read_public_report(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is not valid, or has another schema.
     """
-    report_file = folder / DIAGNOSTICS / REPORT
+    report_path = f"{DIAGNOSTICS}/{REPORT}"
+    report_file = folder / report_path
     if not report_file.is_file():
         return {}
-    report_path = f"{DIAGNOSTICS}/{REPORT}"
     with refuse_unreadable(report_path, remedy="Diagnose again, or remove it."):
         content = json_object(report_file.read_bytes(), report_path)
         schema_version = content["schema_version"]
@@ -91,11 +91,9 @@ def read_public_report(folder: Path) -> dict[str, Any]:
             if report:
                 for question in report["attention"]:
                     question.update(question="", image=None, maps=[])
-        kept_figures = []
-        for figure in content["figures"]:
-            if re.fullmatch(_FIGURE, figure["file"]):
-                kept_figures.append(figure)
-        content["figures"] = kept_figures
+        content["figures"] = [
+            figure for figure in content["figures"] if re.fullmatch(_FIGURE, figure["file"])
+        ]
         content["provenance"].pop("first question", None)
     return content
 

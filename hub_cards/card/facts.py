@@ -10,7 +10,7 @@ import torch
 
 from ...checkpoint.files import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD, is_hub_id
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...evaluation.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
+from ...evaluation.results import WEIGHT_FILES, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
 from ..reading import (
     DIAGNOSTICS,
@@ -87,12 +87,19 @@ class Facts:
 
     def __init__(self, checkpoint: Path):
         self.name = checkpoint.resolve().name
-        self.config: NormAlignLlavaConfig | None = read_config(checkpoint)[1]
+        self.config = read_config(checkpoint)[1]
         self.adapter = read_json(checkpoint / ADAPTER_CONFIG)
         self.build = read_json(checkpoint / BUILD_RECORD)
         self.has_processor = (checkpoint / "processor_config.json").is_file()
         self.notices = notices(checkpoint)
-        self.stages = _stages(checkpoint)
+        self.stages: list[dict[str, Any]] = []
+        record = read_json(checkpoint / TRAINING_RECORD)
+        while record:
+            options = {**record.get("options", {})}
+            for module, learning_rate in record.get("learning_rates", {}).items():
+                options[f"{module}_learning_rate"] = learning_rate
+            self.stages.insert(0, {"versions": {}, **record, "options": options})
+            record = record.get("before") or {}
         self.parts = _parts(self.build)
         self.data = _training_data(self.stages)
         self.gain, self.norm_moved = _read_gain(checkpoint, self.config)
@@ -103,10 +110,16 @@ class Facts:
             if figure["file"] in FIGURES and figure_file.is_file():
                 self.figures.append(figure)
         self.evaluations = read_evaluations(checkpoint)
-        self.outdated = _outdated(checkpoint, self.evaluations)
-        self.gguf = {}
-        for file in gguf_files(checkpoint):
-            self.gguf[file.relative_to(checkpoint).as_posix()] = file.stat().st_size
+        # Other weights are named by Hub id and commit, with an "@", and cannot be compared.
+        hashed = [
+            result for result in self.evaluations if result.weights and "@" not in result.weights
+        ]
+        current_hash = files_hash(checkpoint, WEIGHT_FILES) if hashed else None
+        self.outdated = [result.task for result in hashed if result.weights != current_hash]
+        self.gguf = {
+            file.relative_to(checkpoint).as_posix(): file.stat().st_size
+            for file in gguf_files(checkpoint)
+        }
         self.modelfile = complete_modelfile(checkpoint)
 
     def setting(self, name: str) -> Any:
@@ -131,8 +144,7 @@ class Facts:
         report = self.diagnosis.get("report") or {}
         norm = self.setting("projector_norm")
         diagnosed_norm = report.get("norm")
-        both_known = norm is not None and diagnosed_norm is not None
-        if both_known and norm != diagnosed_norm:
+        if None not in (norm, diagnosed_norm) and norm != diagnosed_norm:
             return True
         gain = self.gain.get("mean_abs")
         diagnosed_gain = (report.get("gain") or {}).get("mean_abs")
@@ -145,9 +157,10 @@ def _read_gain(
     checkpoint: Path, config: NormAlignLlavaConfig | None
 ) -> tuple[dict[str, float | None], bool | None]:
     """Reads the norm, and returns [`Facts`]' `gain` and `norm_moved`."""
-    norm = {}
-    for tensor_name, tensor in read_norm(checkpoint).items():
-        norm[tensor_name.rpartition(".")[2]] = tensor.double()
+    norm = {
+        tensor_name.rpartition(".")[2]: tensor.double()
+        for tensor_name, tensor in read_norm(checkpoint).items()
+    }
     if "weight" not in norm:
         return {}, None
     gain = norm["weight"]
@@ -164,18 +177,6 @@ def _read_gain(
         return {"start": None, **magnitudes}, None
     is_at_start = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
     return {"start": start, **magnitudes}, bool(bias_magnitude) or not is_at_start
-
-
-def _stages(checkpoint: Path) -> list[dict[str, Any]]:
-    stages = []
-    record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
-    while record:
-        options = {**record.get("options", {})}
-        for module, learning_rate in record.get("learning_rates", {}).items():
-            options[f"{module}_learning_rate"] = learning_rate
-        stages.append({"versions": {}, **record, "options": options})
-        record = record.get("before")
-    return stages[::-1]
 
 
 def _parts(build: dict[str, Any]) -> list[Part]:
@@ -215,16 +216,6 @@ def _training_data(stages: list[dict[str, Any]]) -> list[Part]:
                 languages=tuple(dataset.get("language") or ()),
             )
     return list(part_by_name.values())
-
-
-def _outdated(checkpoint: Path, evaluations: list[Evaluation]) -> list[str]:
-    """Returns the tasks whose results have the hash of other files of weights."""
-    # Other weights are named by Hub id and commit, with an "@", and cannot be compared.
-    hashed = [result for result in evaluations if result.weights and "@" not in result.weights]
-    if not hashed:
-        return []
-    current_hash = files_hash(checkpoint, WEIGHT_FILES)
-    return [result.task for result in hashed if result.weights != current_hash]
 
 
 def _hub_id(name: str | None) -> str | None:

@@ -213,10 +213,11 @@ def _describe_rows(source: dict[str, Any]) -> str:
     if source.get("used") is not None:
         row_counts = [source["used"], source.get("found")]
         description += f", {_joined(row_counts)} rows"
-    faults = []
-    for fault in ("bad", "too_long"):
-        if source.get(fault):
-            faults.append(f"{source[fault]:,} {fault.replace('_', ' ')}")
+    faults = [
+        f"{source[fault]:,} {fault.replace('_', ' ')}"
+        for fault in ("bad", "too_long")
+        if source.get(fault)
+    ]
     if faults:
         description += f" ({', '.join(faults)})"
     return description
@@ -233,9 +234,8 @@ def results_table(evaluation: Evaluation) -> Markup:
             metric.subset or "all",
             metric.name,
             with_error(metric.value, metric.stderr, 3),
+            *(number(metric.references.get(reference), 3) for reference in references),
+            "" if metric.samples is None else f"{metric.samples:,}",
         ]
-        for reference in references:
-            result_row.append(number(metric.references.get(reference), 3))
-        result_row.append("" if metric.samples is None else f"{metric.samples:,}")
         result_rows.append(result_row)
     return table(["", "metric", "this model", *references, "n"], result_rows)

@@ -224,10 +224,11 @@ def author_edits(card: str | None, where: str) -> tuple[dict[str, str], dict[str
     derived = mark[1].split(", ")
     with refuse_unreadable("The front matter of README.md", remedy="Fix it."):
         content = vars(ModelCard(card).data)
-    added_fields = {}
-    for field, value in content.items():
-        if value is not None and field not in derived:
-            added_fields[field] = value
+    added_fields = {
+        field: value
+        for field, value in content.items()
+        if value is not None and field not in derived
+    }
     return sections, added_fields
 
 

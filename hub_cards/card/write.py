@@ -79,10 +79,11 @@ def render_card(
         # The Hub's edits take precedence.
         sections, metadata = author_edits(read_card(checkpoint), CARD)
         hub_sections, hub_metadata = author_edits(hub_card, f"{CARD} of {repo_id} on the Hub")
-        unused = []
-        for section, words in hub_sections.items():
-            if sections.get(section, words).strip() != words.strip():
-                unused.append(section)
+        unused = [
+            section
+            for section, words in hub_sections.items()
+            if sections.get(section, words).strip() != words.strip()
+        ]
         if base is None and facts.adapter and facts.started_from:
             base_revision = facts.stages[-1].get("model_revision") or "main"
             base = Part("base model", facts.started_from, facts.started_from, base_revision)

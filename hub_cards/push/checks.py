@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.utils.hub import cached_files
 
 from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, require_checkpoint
-from ...checkpoint.untrusted import check_files
+from ...checkpoint.untrusted import check_files, fetch_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...export.record import exported_weights, weights_hash
 from ..card.facts import Part
@@ -49,8 +48,7 @@ def check_checkpoint(folder: Path) -> None:
     faults = []
     config_json, config = read_config(folder)
     if config is not None:
-        code_files = [folder / name for name in CODE if (folder / name).is_file()]
-        for foreign_code in _foreign(config_json, code_files):
+        for foreign_code in _fetch_foreign(config_json, folder):
             faults.append(f"{foreign_code} is not this version's of the package. {_SAVE_AGAIN}")
         if read_json(folder / "tokenizer_config.json").get("padding_side") != "left":
             faults.append('tokenizer_config.json pads on the right. Write "padding_side": "left".')
@@ -155,10 +153,7 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
         return base_part
     base, base_commit = require_checkpoint(base_part.name, base_part.revision, remedy=_PUBLISH_BASE)
     base_config = check_files(base, base_commit)
-    code_files = cached_files(
-        base, CODE, revision=base_commit, _raise_exceptions_for_missing_entries=False
-    )
-    foreign_code = _foreign(base_config, [Path(file) for file in code_files or ()])
+    foreign_code = _fetch_foreign(base_config, base, base_commit)
     if foreign_code:
         raise ValueError(
             f"The adapter's base, {base} at {base_commit}, would run code that is not this "
@@ -180,16 +175,20 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
     return Part("base model", base, base, base_commit)
 
 
-def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
-    """Returns what is not this package's code.
+def _fetch_foreign(
+    config: dict[str, Any], checkpoint: str | Path, revision: str | None = None
+) -> list[str]:
+    """Returns what of a checkpoint's code is not this package's.
 
     Args:
         config: `config.json`, whose `auto_map` names the code.
-        files: The files of code that exist.
+        checkpoint: The folder or Hub id.
+        revision: The commit on the Hub.
 
     Returns:
         Names of code files that are missing or differ, and "auto_map in config.json".
     """
+    files = fetch_files(checkpoint, list(CODE), revision)
     content_by_name = {file.name: file.read_bytes() for file in files}
     foreign = [name for name in CODE if content_by_name.get(name) != (PACKAGE / name).read_bytes()]
     if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
@@ -236,11 +235,9 @@ def _outdated_exports(checkpoint: Path, folders: list[Path]) -> list[str]:
     if not any(recorded.values()):
         return []
     current_hash = weights_hash(weight_files(checkpoint))
-    faults = []
-    for folder, exported_hash in recorded.items():
-        if exported_hash not in (None, current_hash):
-            faults.append(
-                f"{folder} was exported from other weights than {checkpoint} has now. Remove it "
-                f"and run `normalign export {checkpoint}` again, or publish without --gguf."
-            )
-    return faults
+    return [
+        f"{folder} was exported from other weights than {checkpoint} has now. Remove it and run "
+        f"`normalign export {checkpoint}` again, or publish without --gguf."
+        for folder, exported_hash in recorded.items()
+        if exported_hash not in (None, current_hash)
+    ]

@@ -345,8 +345,7 @@ def summary(publication: Publication) -> str:
     commit = publication.commit
     if commit is None:
         lines = [f"Would be sent to {repository.repo_id}:"]
-        for repo_path, byte_count in source.sizes.items():
-            lines.append(f"  {repo_path}: {byte_count:,} bytes")
+        lines += [f"  {repo_path}: {size:,} bytes" for repo_path, size in source.sizes.items()]
         excluded_paths = ", ".join(source.excluded) or "nothing"
         lines.append(f"Stays here: {excluded_paths}.")
         return "\n".join(lines)

@@ -112,9 +112,7 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
         raise ValueError(
             f'The token of {user_name} may only read. {LOG_IN}, with the role "write".'
         )
-    namespaces = [user_name]
-    for organisation in account.get("orgs", []):
-        namespaces.append(organisation["name"])
+    namespaces = [owner["name"] for owner in (account, *account.get("orgs", []))]
     owner_name, _, _ = repo_id.rpartition("/")
     is_member = owner_name.lower() in map(str.lower, namespaces)
     if owner_name and not create_pr and not is_member:
@@ -202,11 +200,9 @@ def content_ids(added: Sequence[CommitOperationAdd]) -> dict[str, list[str]]:
 
 def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> list[str]:
     """Returns the files of an earlier publication that nobody changed and this one lacks."""
-    stale_paths = []
-    for repo_path in repository.files.keys() - content_ids(added).keys():
-        if matches(repo_path, WRITTEN) and repository.is_as_published(repo_path):
-            stale_paths.append(repo_path)
-    return sorted(stale_paths)
+    unsent_paths = repository.files.keys() - content_ids(added).keys()
+    ours = filter(repository.is_as_published, unsent_paths)
+    return sorted(repo_path for repo_path in ours if matches(repo_path, WRITTEN))
 
 
 def files_of_others(

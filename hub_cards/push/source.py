@@ -59,7 +59,7 @@ _MODEL_FILES = (
     "*.gguf",
     MODELFILE,
 )
-WRITTEN: dict[str, tuple[str, ...]] = {
+WRITTEN = {
     "": _MODEL_FILES,
     "chat_templates": ("*.jinja",),
     EVALUATION: (SUMMARY,),
@@ -71,7 +71,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 
 A later publication removes such a file from the repository if it no longer has it. Only weights
 that would be loaded and figures that `report.json` names are sent."""
-READ: dict[str, tuple[str, ...]] = {
+READ = {
     "": (
         *_MODEL_FILES,
         "pytorch_model*",
@@ -139,7 +139,7 @@ def choose_files(
             excluded.append(f"{repo_path}/")
         elif not _is_sent(local_path, repo_path, needed):
             excluded.append(repo_path)
-        elif _is_notice(repo_path):
+        elif repo_path.startswith(NOTICES):
             files_here[repo_path] = read_notice(local_path)
         elif local_path.suffix in (".safetensors", ".gguf"):
             files_here[repo_path] = local_path
@@ -168,15 +168,11 @@ def _is_sent(local_path: Path, repo_path: str, needed: set[Path]) -> bool:
     """Returns whether a file is sent, given which of the optional ones are."""
     if not local_path.is_file() or not matches(repo_path, SENT):
         return False
-    if _is_notice(repo_path):
+    if repo_path.startswith(NOTICES):
         return True
     is_optional = local_path.suffix in (".safetensors", ".png", ".gguf")
     is_optional = is_optional or local_path.name in (INDEX, MODELFILE)
     return local_path in needed or not is_optional
-
-
-def _is_notice(repo_path: str) -> bool:
-    return Path(repo_path).parent.as_posix() in NOTICES
 
 
 def read_notice(file: Path) -> bytes:
