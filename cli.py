@@ -14,14 +14,11 @@ from .console import Console, hide_notices
 from .errors import exit_on_error
 
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Arm = Literal["none", "unit", "aligned", "gwc"]
-Strategy = Literal["default", "full"]
-Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[
-    Dtype, Option(help="Dtype of the weights. auto keeps the checkpoint's. The norm is float32.")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    Option(help="Dtype of the weights. auto keeps the checkpoint's. The norm is float32."),
 ]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
@@ -31,9 +28,10 @@ NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="A model's folder or Hub id, or an adapter's folder.")]
 BaseOption = Annotated[str | None, Option(help="Base of an adapter, if it was moved.")]
 BaseQuantizationOption = Annotated[
-    Quantization | None,
+    Literal["none", "nf4", "nf4-double", "int8"] | None,
     Option(help="How an adapter's base was quantized.", show_default="as in training.json"),
 ]
+QuestionsOption = Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")]
 BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
     for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
@@ -75,7 +73,7 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Arm,
+        Literal["none", "unit", "aligned", "gwc"],
         Option(help="none: no norm. unit: gain 1. aligned: gain of text. gwc: compensated too."),
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
@@ -89,7 +87,8 @@ def build(
         ),
     ] = None,
     select_strategy: Annotated[
-        Strategy | None, Option(help="default leaves out class token and registers. full does not.")
+        Literal["default", "full"] | None,
+        Option(help="default leaves out class token and registers. full does not."),
     ] = None,
     chat_template: Annotated[
         Path | None, Option(help="Jinja file of the chat template.", exists=True)
@@ -297,7 +296,7 @@ def evaluate(
     ] = None,
     tasks: Annotated[list[str] | None, Option(help="Tasks of the harness, with commas.")] = None,
     include_path: Annotated[Path | None, Option(help="Folder of task files.", exists=True)] = None,
-    data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
+    data: QuestionsOption = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N rows.")] = None,
@@ -348,7 +347,7 @@ def ask(
         ),
     ] = None,
     system: Annotated[str | None, Option(help="System turn of the conversation.")] = None,
-    data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
+    data: QuestionsOption = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     output: Annotated[
