@@ -222,8 +222,12 @@ def _merged_if_needed(
 
     with TemporaryDirectory(prefix="normalign-merged-") as temporary:
         merged_folder = Path(temporary, checkpoint.resolve().name)
-        quantization = options.base_quantization
-        merge_adapter(checkpoint, merged_folder, base=options.base, base_quantization=quantization)
+        merge_adapter(
+            checkpoint,
+            merged_folder,
+            base=options.base,
+            base_quantization=options.base_quantization,
+        )
         for name in (EVALUATION, DIAGNOSTICS):
             if (checkpoint / name).exists():
                 options.notify(f"Warning: {name} of the adapter stays here, since it is merged.")
@@ -260,8 +264,7 @@ def _render_and_choose(
         adapter_config = read_json(folder / ADAPTER_CONFIG)
         adapter_config["base_model_name_or_path"] = base.hub_id
         adapter_config["revision"] = base.revision
-        config_text = json.dumps(adapter_config, indent=2, sort_keys=True)
-        generated[ADAPTER_CONFIG] = config_text.encode()
+        generated[ADAPTER_CONFIG] = json.dumps(adapter_config, indent=2, sort_keys=True).encode()
     source = choose_files(folder, generated, with_gguf=options.gguf)
     check_private(source, str(repository.api.token or ""))
     return source
@@ -356,7 +359,7 @@ def summary(publication: Publication) -> str:
     lines = [
         f"Sent to {repository.repo_id}: {sent}; removed: {removed_paths}.",
         f"Commit: {commit.oid}",
-        f"Repository: {repository.api.endpoint}/{repository.repo_id}/tree/{repository.branch}",
+        f"Repository: {repository.url}",
     ]
     if commit.pr_url:
         lines.append(f"Pull request: {commit.pr_url}")

@@ -49,7 +49,7 @@ class Repository:
         files: The id of each file's content by path. It is the SHA-256 if it is in LFS, otherwise
             git's blob id.
         written: The ids by path of what earlier publications wrote, according to their record.
-        card: The text of its `README.md`.
+        card: The text of its `README.md`, None if there is none.
     """
 
     api: HfApi
@@ -66,6 +66,11 @@ class Repository:
         """Returns whether this package published a file, and nobody has changed it since."""
         return self.files[path] in self.written.get(path, ())
 
+    @property
+    def url(self) -> str:
+        """Page of a model."""
+        return f"{self.api.endpoint}/{self.repo_id}/tree/{self.branch}"
+
 
 @contextmanager
 def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
@@ -77,9 +82,9 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
     try:
         yield
     except (errors.HTTPError, RuntimeError) as error:
-        root_cause: BaseException = error
-        if isinstance(error, RuntimeError) and error.__cause__ is not None:
-            root_cause = error.__cause__  # uploads raise a RuntimeError from the error itself
+        # Uploads raise a RuntimeError from the error itself.
+        is_outer = isinstance(error, RuntimeError) and error.__cause__
+        root_cause = error.__cause__ if is_outer else error
         description = str(root_cause)
         if isinstance(root_cause, errors.HfHubHTTPError):
             description = (
@@ -113,7 +118,7 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
             f'The token of {user_name} may only read. {LOG_IN}, with the role "write".'
         )
     namespaces = [owner["name"] for owner in (account, *account.get("orgs", []))]
-    owner_name, _, _ = repo_id.rpartition("/")
+    owner_name = repo_id.rpartition("/")[0]
     is_member = owner_name.lower() in map(str.lower, namespaces)
     if owner_name and not create_pr and not is_member:
         choices = " or ".join(f"{namespace}/..." for namespace in namespaces)
@@ -139,15 +144,13 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
                 file_ids[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
 
         def download(path: str) -> bytes:
+            if path not in file_ids:
+                return b""
             file = api.hf_hub_download(name, path, repo_type=kind, revision=commit)
             return Path(file).read_bytes()
 
-        card_text = None
-        if CARD in file_ids:
-            card_text = download(CARD).decode("utf-8-sig", "replace")
-        written_ids: dict[str, Sequence[str]] = {}
-        if RECORD in file_ids:
-            written_ids = _recorded(download(RECORD))
+        card = download(CARD).decode("utf-8-sig", "replace") or None
+        written_ids = _recorded(download(RECORD))
         if written_ids:  # a file of that name without our records is somebody else's
             written_ids[RECORD] = [file_ids[RECORD]]
     return Repository(
@@ -159,7 +162,7 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         private=bool(repo_info.private),
         files=file_ids,
         written=written_ids,
-        card=card_text,
+        card=card,
     )
 
 
