@@ -64,9 +64,8 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device_type).eval()
-    model_name = str(checkpoint)
-    if Path(checkpoint).exists():
-        model_name = Path(checkpoint).resolve().name
+    path = Path(checkpoint)
+    model_name = path.resolve().name if path.exists() else checkpoint
     request = f"Ask `{model_name}` about an image."
     app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=request)
     local_hosts = ["localhost", "127.0.0.1"]

@@ -238,8 +238,7 @@ def heatmaps(
     row_count = pixels.shape[1] // processor.patch_size
     layer_maps = list(maps.values())
     titled_maps = {"Mean": torch.stack(layer_maps).mean(0)}
-    for layer_number, layer_map in maps.items():
-        titled_maps[f"Layer {layer_number}"] = layer_map
+    titled_maps |= {f"Layer {number}": layer_map for number, layer_map in maps.items()}
     pictures = []
     for title, patch_attention in titled_maps.items():
         brightness = patch_attention / patch_attention.max().clamp_min(1e-30)

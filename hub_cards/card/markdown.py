@@ -65,11 +65,8 @@ def table(titles: Iterable[Any], table_rows: Iterable[Sequence[Any]]) -> Markup:
     for column in zip(*known_rows, strict=True):
         is_numeric = all(re.match(r"[\d–−-]", cell) for cell in column)
         alignment.append("---:" if is_numeric else "---")
-    table_text = ""
     lines: list[Iterable[str]] = [map(escape, titles), alignment, *known_rows]
-    for table_line in lines:
-        table_text += f"| {' | '.join(table_line)} |\n"
-    return Markup(table_text)
+    return Markup("".join(f"| {' | '.join(table_line)} |\n" for table_line in lines))
 
 
 def _cell(value: Any) -> Markup:
@@ -85,11 +82,9 @@ def table_of_columns(columns: Mapping[str, Mapping[str, Any]]) -> Markup:
         columns: Cells by title of the column, and then by name of the row. All columns must have
             the same rows.
     """
-    rows: dict[str, list[Any]] = {}
-    for column_cells in columns.values():
-        for row_name, cell_value in column_cells.items():
-            rows.setdefault(row_name, [row_name]).append(cell_value)
-    return table(["", *columns], rows.values())
+    row_names = next(iter(columns.values()), ())
+    cells = [column_cells.values() for column_cells in columns.values()]
+    return table(["", *columns], zip(row_names, *cells, strict=True))
 
 
 def alignment_table(facts: Facts) -> Markup:
@@ -166,13 +161,9 @@ def _training_cells(stage: dict[str, Any]) -> dict[str, str | None]:
             trained_modules.append(f"{module['module']} {module['learning_rate']:g}")
         else:
             frozen_modules.append(module["module"])
-    training_data = []
-    held_out_data = []
-    for source in stage.get("data", ()):
-        if source.get("split") == "train":
-            training_data.append(_describe_rows(source))
-        else:
-            held_out_data.append(_describe_rows(source))
+    sources = stage.get("data", ())
+    training_data = [_describe_rows(data) for data in sources if data.get("split") == "train"]
+    held_out_data = [_describe_rows(data) for data in sources if data.get("split") != "train"]
     rows_a_step = None
     batch = run_record.get("batch")
     if batch:
@@ -225,9 +216,7 @@ def _describe_rows(source: dict[str, Any]) -> str:
 
 def results_table(evaluation: Evaluation) -> Markup:
     """Returns the results of one task, each with its references beside it."""
-    references: dict[str, None] = {}
-    for metric in evaluation.metrics:
-        references |= dict.fromkeys(metric.references)
+    references = dict.fromkeys(name for metric in evaluation.metrics for name in metric.references)
     result_rows = []
     for metric in evaluation.metrics:
         result_row = [

@@ -32,15 +32,13 @@ class FrontMatter:
         content: All fields, in their order in the card.
         derived: The names of the fields that follow from the folder. They change when it does.
         licence: A sentence about the licence of the whole.
-        licence_warning: What the author should do about the licence, if none follows.
-        without_hub_id: The parts whose Hub id the author should state.
+        warnings: What the author should write into it.
     """
 
     content: dict[str, Any]
     derived: list[str]
     licence: str
-    licence_warning: str | None
-    without_hub_id: list[str]
+    warnings: list[str]
 
 
 def front_matter(
@@ -60,10 +58,12 @@ def front_matter(
     licence, licence_sentence, licence_warning = terms(parts)
     base_models, base_relation = _base_models(facts, base)
     scores = eval_results(facts)
+    languages = dict.fromkeys(language for part in facts.data for language in part.languages)
+    are_all_known = all(part.languages for part in facts.data)  # an incomplete list would mislead
     # Arguments of `ModelCardData`. It writes scores as `model-index`.
     of_folder = {
         **licence,
-        "language": _languages(facts.data),
+        "language": list(languages) if are_all_known else None,
         "library_name": "peft" if facts.adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
         "base_model": base_models,
@@ -87,18 +87,17 @@ def front_matter(
     content = {"license": None, **derived, **author, **settled}  # in this order
     content["tags"] = list(dict.fromkeys(tags))
     stated = content.get("license_name") or content["license"]
+    warnings = []
     if licence_warning and content["license"] and stated != derived.get("license"):
         licence_sentence = f"Its author states: {stated}."
-        licence_warning = None
-    if content.get("base_model") != derived.get("base_model"):
-        without_hub_id = []
-    return FrontMatter(
-        content=content,
-        derived=list(settled),
-        licence=licence_sentence,
-        licence_warning=licence_warning,
-        without_hub_id=without_hub_id,
-    )
+    elif licence_warning:
+        warnings.append(licence_warning)
+    if without_hub_id and content.get("base_model") == derived.get("base_model"):
+        warnings.append(
+            f"No Hub id is recorded for {' and '.join(without_hub_id)}. If the Hub has it, write "
+            "`base_model:` into the front matter of README.md; it is kept."
+        )
+    return FrontMatter(content, list(settled), licence_sentence, warnings)
 
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
@@ -147,16 +146,6 @@ def _base_models(facts: Facts, base: Part | None) -> tuple[list[str], str | None
     return base_models, None  # with only one of two parts on the Hub, the Hub infers the relation
 
 
-def _languages(data: Sequence[Part]) -> list[str]:
-    """Returns the languages of all data sets. An incomplete list would mislead, so it is empty."""
-    languages: dict[str, None] = {}
-    for part in data:
-        if not part.languages:
-            return []
-        languages |= dict.fromkeys(part.languages)
-    return list(languages)
-
-
 def _hub_ids(parts: Sequence[Part]) -> list[str]:
     return list(dict.fromkeys(part.hub_id for part in parts if part.hub_id))
 
@@ -171,15 +160,13 @@ def eval_results(facts: Facts) -> list[EvalResult]:
         if evaluation.partial or evaluation.task in facts.outdated:
             continue
         for metric in evaluation.metrics:
-            metric_name = metric.name
-            if metric.subset:
-                metric_name += f", {metric.subset}"
+            subset = f", {metric.subset}" if metric.subset else ""
             result = EvalResult(
                 task_type="image-text-to-text",
                 dataset_type=evaluation.task,
                 dataset_name=evaluation.title,
                 metric_type=metric.name,
-                metric_name=metric_name,
+                metric_name=metric.name + subset,
                 metric_value=metric.value,
             )
             results.append(result)
@@ -224,12 +211,11 @@ def author_edits(card: str | None, where: str) -> tuple[dict[str, str], dict[str
     derived = mark[1].split(", ")
     with refuse_unreadable("The front matter of README.md", remedy="Fix it."):
         content = vars(ModelCard(card).data)
-    added_fields = {
+    return sections, {
         field: value
         for field, value in content.items()
         if value is not None and field not in derived
     }
-    return sections, added_fields
 
 
 def by_hand(card: str, where: str = CARD) -> dict[str, str]:

@@ -21,7 +21,6 @@ from .markdown import (
 )
 from .metadata import (
     SECTIONS,
-    FrontMatter,
     author_edits,
     check_replaceable,
     front_matter,
@@ -119,19 +118,12 @@ def render_card(
             part_link=part_link,
         )
         ModelCard(card_text)  # raises ValueError if the Hub's client cannot read the front matter
-    return Card(card_text, _warnings(facts, base, matter, unused))
+    return Card(card_text, [*matter.warnings, *_warnings(facts, base, unused)])
 
 
-def _warnings(facts: Facts, base: Part | None, matter: FrontMatter, unused: list[str]) -> list[str]:
+def _warnings(facts: Facts, base: Part | None, unused: list[str]) -> list[str]:
     """Returns what the author of the card should know, a sentence or two each."""
     warnings = []
-    if matter.licence_warning:
-        warnings.append(matter.licence_warning)
-    if matter.without_hub_id:
-        warnings.append(
-            f"No Hub id is recorded for {' and '.join(matter.without_hub_id)}. If the Hub has it, "
-            "write `base_model:` into the front matter of README.md; it is kept."
-        )
     if unused:
         warnings.append(
             f"Text by hand on the Hub is kept: {', '.join(unused)}. The folder's is not used."

@@ -16,9 +16,9 @@ from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, require_checkpo
 from ...checkpoint.untrusted import check_files, fetch_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...export.record import exported_weights, weights_hash
-from ..card.facts import Part
-from ..reading import (
+from ..card.facts import (
     MODELFILE,
+    Part,
     gguf_files,
     models_of,
     read_config,
@@ -144,9 +144,7 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
     """
     base_part = recorded_base(adapter)
     if base is not None and (base_part is None or base != base_part.hub_id):
-        base_part = None
-        if not Path(base).exists():
-            base_part = Part("base model", base, base, "main")
+        base_part = None if Path(base).exists() else Part("base model", base, base, "main")
     if base_part is None:
         raise ValueError(f"The adapter's base is a folder, so nobody can load it. {_PUBLISH_BASE}")
     if not ask_hub:
@@ -223,21 +221,16 @@ def check_gguf(checkpoint: Path) -> None:
                     f"{modelfile} names {name}, but there is no such file. Write it, or correct "
                     "or remove the Modelfile."
                 )
-    if not faults:  # hashing weights takes long
-        faults = _outdated_exports(checkpoint, folders)
+    recorded_hashes = {}
+    if not faults:
+        recorded_hashes = {folder: exported_weights(folder) for folder in folders}
+    if any(recorded_hashes.values()):
+        current_hash = weights_hash(weight_files(checkpoint))  # it takes long
+        faults = [
+            f"{folder} was exported from other weights than {checkpoint} has now. Remove it and "
+            f"run `normalign export {checkpoint}` again, or publish without --gguf."
+            for folder, recorded_hash in recorded_hashes.items()
+            if recorded_hash not in (None, current_hash)
+        ]
     if faults:
         raise ValueError("\n- ".join(["These GGUF files cannot be published:", *faults]))
-
-
-def _outdated_exports(checkpoint: Path, folders: list[Path]) -> list[str]:
-    """Returns a sentence for each folder whose GGUF files were exported from other weights."""
-    recorded = {folder: exported_weights(folder) for folder in folders}
-    if not any(recorded.values()):
-        return []
-    current_hash = weights_hash(weight_files(checkpoint))
-    return [
-        f"{folder} was exported from other weights than {checkpoint} has now. Remove it and run "
-        f"`normalign export {checkpoint}` again, or publish without --gguf."
-        for folder, exported_hash in recorded.items()
-        if exported_hash not in (None, current_hash)
-    ]

@@ -139,8 +139,7 @@ def main() -> None:
         processor_source, revision=processor_revision, trust_remote_code=True
     )
     with torch.inference_mode():
-        answer_logits = first_logits(model.eval(), processor)
-    print(json.dumps(answer_logits))
+        print(json.dumps(first_logits(model.eval(), processor)))
 
 
 def _load_model(source: str, revision: str | None) -> Any:

@@ -15,11 +15,10 @@ from huggingface_hub import CommitInfo, HfApi
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ...evaluation.results import EVALUATION
 from ...keywords import takes_fields
-from ..card.facts import Part
+from ..card.facts import DIAGNOSTICS, GGUF, Part, gguf_files, read_json
 from ..card.metadata import check_replaceable, read_card
 from ..card.write import render_card
 from ..demo import space_files
-from ..reading import DIAGNOSTICS, GGUF, gguf_files, read_json
 from .checks import check_checkpoint, check_gguf, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
 from .repository import (

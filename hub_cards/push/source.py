@@ -19,7 +19,7 @@ from ...checkpoint.files import (
 from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
-from ..reading import (
+from ..card.facts import (
     DIAGNOSTICS,
     GGUF,
     MODELFILE,
@@ -124,15 +124,12 @@ def choose_files(
     needed = set(weight_files(folder))
     if folder / WEIGHTS not in needed:
         needed.add(folder / INDEX)
-    generated_contents = dict(generated)
     report = read_public_report(folder)
-    if report:
-        generated_contents[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
-        needed |= {folder / DIAGNOSTICS / figure["file"] for figure in report["figures"]}
+    needed |= {folder / DIAGNOSTICS / figure["file"] for figure in report.get("figures", ())}
     sent_gguf = gguf_files(folder) if with_gguf else []
     for file in sent_gguf:
         needed |= {file, file.with_name(MODELFILE)}
-    files_here: dict[str, bytes | Path] = {}
+    files: dict[str, bytes | Path] = {}
     excluded = []
     for repo_path, local_path in _paths(folder).items():
         if local_path.is_dir():
@@ -140,12 +137,15 @@ def choose_files(
         elif not _is_sent(local_path, repo_path, needed):
             excluded.append(repo_path)
         elif repo_path.startswith(NOTICES):
-            files_here[repo_path] = read_notice(local_path)
+            files[repo_path] = read_notice(local_path)
         elif local_path.suffix in (".safetensors", ".gguf"):
-            files_here[repo_path] = local_path
+            files[repo_path] = local_path
         else:
-            files_here[repo_path] = local_path.read_bytes()
-    files = dict(sorted({**files_here, **generated_contents}.items()))
+            files[repo_path] = local_path.read_bytes()
+    files.update(generated)
+    if report:
+        files[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
+    files = dict(sorted(files.items()))
     sizes = {}
     for repo_path, content in files.items():
         sizes[repo_path] = content.stat().st_size if isinstance(content, Path) else len(content)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.report import SCHEMA_VERSION
-from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.card.facts import Part, read_public_report
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.demo import space_files
 from normalign_llava.hub_cards.push import checks, clean_process
@@ -47,7 +47,6 @@ from normalign_llava.hub_cards.push.repository import (
     stale_files,
 )
 from normalign_llava.hub_cards.push.source import PublishSource
-from normalign_llava.hub_cards.reading import read_public_report
 
 
 def git_hash(content):
