@@ -49,6 +49,11 @@ def main(version: Annotated[bool, Option("--version", help="Show the version.")]
         raise Exit()
 
 
+def _say(*lines: object) -> None:
+    """Prints lines as they are: a terminal does not wrap paths and commands that are long."""
+    Console().print(*lines, sep="\n", soft_wrap=True)
+
+
 def _parse_layers(text: str) -> int | list[int]:
     """Returns the numbers of some layers, or one number if there is only one.
 
@@ -61,8 +66,7 @@ def _parse_layers(text: str) -> int | list[int]:
 
 def _split_names(options: list[str] | None) -> list[str]:
     """Returns the names in options that may be repeated, and may name several by commas."""
-    names = ",".join(options or ()).split(",")
-    return [name for name in names if name]
+    return list(filter(None, ",".join(options or ()).split(",")))
 
 
 @app.command()
@@ -125,7 +129,7 @@ def build(
             )
     Console().print(report)
     if report.generation_marks:
-        Console().print(f"Next: {next_command(output, 'build', adapters=False)}", soft_wrap=True)
+        _say(f"Next: {next_command(output, 'build', adapters=False)}")
 
 
 @app.command()
@@ -248,7 +252,7 @@ def merge(
         )
         refresh_card(output)
     Console().print(report)
-    Console().print(f"Next: {next_command(output, None, adapters=False)}", soft_wrap=True)
+    _say(f"Next: {next_command(output, None, adapters=False)}")
 
 
 @app.command()
@@ -332,7 +336,7 @@ def evaluate(
             base_quantization=base_quantization,
         )
     Console().print(evaluated)
-    Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
+    _say(f"Results: {evaluated.file if evaluated.results else 'none'}.")
     raise Exit(int(bool(evaluated.failed)))
 
 
@@ -396,7 +400,7 @@ def compare(
         comparison = compare_models([read_scores(model) for model in models])
         write_json(output / "comparison.json", [asdict(row) for row in comparison.differences])
     Console().print(comparison)
-    Console().print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
+    _say(*comparison.left_out(), f"Written to {output}.")
 
 
 @app.command()
@@ -441,7 +445,7 @@ def diagnose(
             base=base,
             base_quantization=base_quantization,
         )
-    Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
+    _say(*diagnosis.summary())
 
 
 @app.command()
@@ -471,7 +475,7 @@ def card(
 
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     warnings = [f"Warning: {warning}" for warning in written.warnings]
-    Console().print(*warnings, f"Card: {checkpoint / 'README.md'}", sep="\n", soft_wrap=True)
+    _say(*warnings, f"Card: {checkpoint / 'README.md'}")
 
 
 @app.command()
@@ -500,7 +504,6 @@ def publish(
     ] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it in a clean process."""
-    console = Console()
     stopped = "The branch is unchanged or complete. Run it again: it sends the rest, and verifies."
     with exit_on_error(stopped=stopped):
         from .hub_cards.push.publish import publish as send, summary
@@ -520,9 +523,9 @@ def publish(
             dry_run=dry_run,
             check_loading=not no_verify,
             replace_files=replace_files,
-            notify=lambda text: console.print(text, soft_wrap=True),
+            notify=_say,
         )
-    console.print(summary(publication), soft_wrap=True)
+    _say(summary(publication))
 
 
 @app.command()
