@@ -14,14 +14,11 @@ from .console import Console, hide_notices
 from .errors import exit_on_error
 
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Arm = Literal["none", "unit", "aligned", "gwc"]
-Strategy = Literal["default", "full"]
-Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[
-    Dtype, Option(help="Dtype of the weights. auto keeps the checkpoint's. The norm is float32.")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    Option(help="Dtype of the weights. auto keeps the checkpoint's. The norm is float32."),
 ]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
@@ -31,9 +28,10 @@ NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="A model's folder or Hub id, or an adapter's folder.")]
 BaseOption = Annotated[str | None, Option(help="Base of an adapter, if it was moved.")]
 BaseQuantizationOption = Annotated[
-    Quantization | None,
+    Literal["none", "nf4", "nf4-double", "int8"] | None,
     Option(help="How an adapter's base was quantized.", show_default="as in training.json"),
 ]
+QuestionsOption = Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")]
 BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
     for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
@@ -51,6 +49,11 @@ def main(version: Annotated[bool, Option("--version", help="Show the version.")]
         raise Exit()
 
 
+def _say(*lines: object) -> None:
+    """Prints lines as they are: a terminal does not wrap paths and commands that are long."""
+    Console().print(*lines, sep="\n", soft_wrap=True)
+
+
 def _parse_layers(text: str) -> int | list[int]:
     """Returns the numbers of some layers, or one number if there is only one.
 
@@ -63,8 +66,7 @@ def _parse_layers(text: str) -> int | list[int]:
 
 def _split_names(options: list[str] | None) -> list[str]:
     """Returns the names in options that may be repeated, and may name several by commas."""
-    names = ",".join(options or ()).split(",")
-    return [name for name in names if name]
+    return list(filter(None, ",".join(options or ()).split(",")))
 
 
 @app.command()
@@ -75,7 +77,7 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Arm,
+        Literal["none", "unit", "aligned", "gwc"],
         Option(help="none: no norm. unit: gain 1. aligned: gain of text. gwc: compensated too."),
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
@@ -89,7 +91,8 @@ def build(
         ),
     ] = None,
     select_strategy: Annotated[
-        Strategy | None, Option(help="default leaves out class token and registers. full does not.")
+        Literal["default", "full"] | None,
+        Option(help="default leaves out class token and registers. full does not."),
     ] = None,
     chat_template: Annotated[
         Path | None, Option(help="Jinja file of the chat template.", exists=True)
@@ -126,7 +129,7 @@ def build(
             )
     Console().print(report)
     if report.generation_marks:
-        Console().print(f"Next: {next_command(output, 'build', adapters=False)}", soft_wrap=True)
+        _say(f"Next: {next_command(output, 'build', adapters=False)}")
 
 
 @app.command()
@@ -249,7 +252,7 @@ def merge(
         )
         refresh_card(output)
     Console().print(report)
-    Console().print(f"Next: {next_command(output, None, adapters=False)}", soft_wrap=True)
+    _say(f"Next: {next_command(output, None, adapters=False)}")
 
 
 @app.command()
@@ -297,7 +300,7 @@ def evaluate(
     ] = None,
     tasks: Annotated[list[str] | None, Option(help="Tasks of the harness, with commas.")] = None,
     include_path: Annotated[Path | None, Option(help="Folder of task files.", exists=True)] = None,
-    data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
+    data: QuestionsOption = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N rows.")] = None,
@@ -333,7 +336,7 @@ def evaluate(
             base_quantization=base_quantization,
         )
     Console().print(evaluated)
-    Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
+    _say(f"Results: {evaluated.file if evaluated.results else 'none'}.")
     raise Exit(int(bool(evaluated.failed)))
 
 
@@ -348,7 +351,7 @@ def ask(
         ),
     ] = None,
     system: Annotated[str | None, Option(help="System turn of the conversation.")] = None,
-    data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
+    data: QuestionsOption = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     output: Annotated[
@@ -397,7 +400,7 @@ def compare(
         comparison = compare_models([read_scores(model) for model in models])
         write_json(output / "comparison.json", [asdict(row) for row in comparison.differences])
     Console().print(comparison)
-    Console().print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
+    _say(*comparison.left_out(), f"Written to {output}.")
 
 
 @app.command()
@@ -442,7 +445,7 @@ def diagnose(
             base=base,
             base_quantization=base_quantization,
         )
-    Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
+    _say(*diagnosis.summary())
 
 
 @app.command()
@@ -472,7 +475,7 @@ def card(
 
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     warnings = [f"Warning: {warning}" for warning in written.warnings]
-    Console().print(*warnings, f"Card: {checkpoint / 'README.md'}", sep="\n", soft_wrap=True)
+    _say(*warnings, f"Card: {checkpoint / 'README.md'}")
 
 
 @app.command()
@@ -501,7 +504,6 @@ def publish(
     ] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it in a clean process."""
-    console = Console()
     stopped = "The branch is unchanged or complete. Run it again: it sends the rest, and verifies."
     with exit_on_error(stopped=stopped):
         from .hub_cards.push.publish import publish as send, summary
@@ -521,9 +523,9 @@ def publish(
             dry_run=dry_run,
             check_loading=not no_verify,
             replace_files=replace_files,
-            notify=lambda text: console.print(text, soft_wrap=True),
+            notify=_say,
         )
-    console.print(summary(publication), soft_wrap=True)
+    _say(summary(publication))
 
 
 @app.command()

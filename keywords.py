@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that take the fields of a dataclass as their arguments."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -39,21 +39,19 @@ def takes_fields(
             return function(options_type(*arguments, **keywords))
 
         returned = signature(function).return_annotation
-        own_signature = fields_as_arguments.replace(return_annotation=returned)
-        wrapper.__signature__ = own_signature  # type: ignore[attr-defined]
+        wrapper.__signature__ = fields_as_arguments.replace(  # type: ignore[attr-defined]
+            return_annotation=returned
+        )
         return wrapper
 
     return decorator
 
 
-def _check_keywords(function_name: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+def _check_keywords(function_name: str, given: Iterable[str], allowed: Collection[str]) -> None:
     """Raises TypeError for a keyword that a function does not have."""
-    names = list(allowed)
     for keyword in given:
-        if keyword in names:
-            continue
-        message = f"{function_name}() got an unexpected keyword argument {keyword!r}."
-        alike = get_close_matches(keyword, names, n=1)
-        if alike:
-            message += f" Did you mean {alike[0]!r}?"
-        raise TypeError(message)
+        if keyword not in allowed:
+            message = f"{function_name}() got an unexpected keyword argument {keyword!r}."
+            for name in get_close_matches(keyword, allowed, n=1):
+                message += f" Did you mean {name!r}?"
+            raise TypeError(message)

@@ -2,16 +2,12 @@
 """The demo of a model, `demo_app.py`: served here, or published as a Space."""
 
 import json
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-
-from huggingface_hub import HfApi
 
 from .. import evaluation
 from ..checkpoint.files import require_checkpoint
 from ..errors import check_installed
-from .push.repository import Repository, find_repository, push
 
 
 GRADIO_VERSION = "6.31.0"  # what a Space installs, and the tests run
@@ -68,9 +64,8 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device_type).eval()
-    model_name = str(checkpoint)
-    if Path(checkpoint).exists():
-        model_name = Path(checkpoint).resolve().name
+    path = Path(checkpoint)
+    model_name = path.resolve().name if path.exists() else checkpoint
     request = f"Ask `{model_name}` about an image."
     app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=request)
     local_hosts = ["localhost", "127.0.0.1"]
@@ -96,61 +91,3 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
         "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
     }
-
-
-def require_own_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Repository:
-    """Reads the Space of a model, and returns it if it may be written.
-
-    Args:
-        api: The client of the account that publishes.
-        repo_id: Hub id of the model.
-        replace_files: Whether files that others have changed may be overwritten.
-
-    Raises:
-        ValueError: This package did not publish it. Or somebody has changed a file that would be
-            overwritten, and `replace_files` is False.
-        OSError: The Hub or the connection failed.
-    """
-    from .push.record import additions, check_files_of_others  # it imports torch
-
-    space = find_repository(api, f"{repo_id}-demo", kind="space")
-    is_new = space.files.keys() <= {".gitattributes", "README.md"}
-    if is_new:
-        return space
-    if "space.json" not in space.files:
-        raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
-    if not replace_files:
-        planned = space_files(repo_id, "the commit that is about to be made")
-        check_files_of_others(space, additions(planned))
-    return space
-
-
-def push_space(space: Repository, model: str, commit: str, notify: Callable[[str], object]) -> str:
-    """Publishes a Space. A new one is private if the model is.
-
-    Args:
-        space: The Space as it is now.
-        model: Hub id of the model.
-        commit: The model's commit.
-        notify: Receives a message if the Space needs a token.
-
-    Returns:
-        The address of its page.
-
-    Raises:
-        OSError: It could not be published. The message says that the model is.
-    """
-    from .push.record import additions  # it imports torch
-
-    try:
-        is_private = find_repository(space.api, model).private
-        push(space, additions(space_files(model, commit)), removed=(), private=is_private)
-    except (ValueError, OSError) as error:
-        state = f"The model is published, at {commit} of {model}; its Space is not."
-        raise OSError(f"{state} {error}") from None
-    space_page = f"{space.api.endpoint}/spaces/{space.repo_id}"
-    if is_private:
-        notify(
-            f"To read the model, the Space needs a token as secret HF_TOKEN: {space_page}/settings."
-        )
-    return space_page

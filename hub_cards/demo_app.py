@@ -185,10 +185,8 @@ def attention(model: Any, processor: Any, inputs: Any, token_ids: Tensor) -> dic
     positions = torch.arange(len(sequence), device=sequence.device)
     # Class token and registers, where they are kept, come before the patches.
     patch_positions = positions[sequence == model.config.image_token_id][-patch_count:]
-    special_ids = []
-    for token_id, token in processor.tokenizer.added_tokens_decoder.items():
-        if token.special:
-            special_ids.append(token_id)
+    added_tokens = processor.tokenizer.added_tokens_decoder.items()
+    special_ids = [token_id for token_id, token in added_tokens if token.special]
     is_special = torch.isin(sequence, sequence.new_tensor(special_ids))
     is_after_image = positions > patch_positions[-1]
     word_positions = positions[is_after_image & ~is_special]
@@ -225,14 +223,22 @@ def heatmaps(
     Returns:
         An image and its caption for the mean of layers, then for each layer.
     """
-    pixels = pixels.float().cpu()
-    image = _displayed(pixels, processor.image_processor)
+    image_processor = processor.image_processor
+    colors = pixels.float().cpu().permute(1, 2, 0)
+    if image_processor.do_normalize:
+        mean = torch.tensor(image_processor.image_mean)
+        std = torch.tensor(image_processor.image_std)
+        colors = colors * std + mean
+    levels = (255 * colors).round().clamp(0, 255).byte()
+    image = Image.fromarray(levels.numpy())
+    scale = math.ceil(DISPLAYED_SIDE / max(image.size))
+    displayed_size = (image.width * scale, image.height * scale)
+    image = image.resize(displayed_size, Image.Resampling.NEAREST)
     grey = image.convert("L").convert("RGB")
     row_count = pixels.shape[1] // processor.patch_size
     layer_maps = list(maps.values())
     titled_maps = {"Mean": torch.stack(layer_maps).mean(0)}
-    for layer_number, layer_map in maps.items():
-        titled_maps[f"Layer {layer_number}"] = layer_map
+    titled_maps |= {f"Layer {number}": layer_map for number, layer_map in maps.items()}
     pictures = []
     for title, patch_attention in titled_maps.items():
         brightness = patch_attention / patch_attention.max().clamp_min(1e-30)
@@ -243,20 +249,6 @@ def heatmaps(
         caption = f"{title}: {patch_attention.sum():.1%}"
         pictures.append((Image.blend(grey, heat, 0.6), caption))
     return pictures
-
-
-def _displayed(pixels: Tensor, image_processor: Any) -> Image.Image:
-    """Returns the encoder's pixels, of shape `(3, height, width)`, as an image to look at."""
-    colors = pixels.permute(1, 2, 0)
-    if image_processor.do_normalize:
-        mean = torch.tensor(image_processor.image_mean)
-        std = torch.tensor(image_processor.image_std)
-        colors = colors * std + mean
-    levels = (255 * colors).round().clamp(0, 255).byte()
-    image = Image.fromarray(levels.numpy())
-    scale = math.ceil(DISPLAYED_SIDE / max(image.size))
-    displayed_size = (image.width * scale, image.height * scale)
-    return image.resize(displayed_size, Image.Resampling.NEAREST)
 
 
 def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:

@@ -251,8 +251,7 @@ def check_options(settings: RunConfig, model: Any) -> None:
 def check_repository(settings: RunConfig) -> None:
     """Raises ValueError or OSError unless this account can publish to the repository of a run."""
     from ..hub_cards.card.metadata import check_replaceable
-    from ..hub_cards.push.record import check_files_of_others
-    from ..hub_cards.push.repository import find_repository, log_in
+    from ..hub_cards.push.repository import check_files_of_others, find_repository, log_in
 
     repository_name = settings.hub_model_id or Path(settings.output_dir).absolute().name
     api = log_in(repository_name, settings.hub_token)

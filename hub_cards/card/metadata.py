@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,82 @@ SECTIONS = ("introduction", "notes")  # parts of a card that people write
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE)
 _END = "<!-- end by hand -->"
+
+
+@dataclass(frozen=True)
+class FrontMatter:
+    """The front matter of a card.
+
+    Attributes:
+        content: All fields, in their order in the card.
+        derived: The names of the fields that follow from the folder. They change when it does.
+        licence: A sentence about the licence of the whole.
+        warnings: What the author should write into it.
+    """
+
+    content: dict[str, Any]
+    derived: list[str]
+    licence: str
+    warnings: list[str]
+
+
+def front_matter(
+    facts: Facts, base: Part | None, parts: list[Part], name: str, author: dict[str, Any]
+) -> FrontMatter:
+    """Returns the front matter that follows from the folder, merged with the author's.
+
+    The author's value takes precedence where the folder does not tell all.
+
+    Args:
+        facts: The records of the folder.
+        base: The base of an adapter.
+        parts: What the model was made from.
+        name: The name of the model.
+        author: The fields that the author added.
+    """
+    licence, licence_sentence, licence_warning = terms(parts)
+    base_models, base_relation = _base_models(facts, base)
+    scores = eval_results(facts)
+    languages = dict.fromkeys(language for part in facts.data for language in part.languages)
+    are_all_known = all(part.languages for part in facts.data)  # an incomplete list would mislead
+    # Arguments of `ModelCardData`. It writes scores as `model-index`.
+    of_folder = {
+        **licence,
+        "language": list(languages) if are_all_known else None,
+        "library_name": "peft" if facts.adapter else "transformers",
+        "pipeline_tag": "image-text-to-text",
+        "base_model": base_models,
+        "base_model_relation": base_relation if base_models else None,
+        "datasets": _hub_ids(facts.data),
+        "tags": [*TAGS, "gguf"] if facts.gguf else TAGS,
+        "model_name": name if scores else None,
+        "eval_results": scores,
+    }
+    derived = {field: value for field, value in of_folder.items() if value}
+    without_hub_id = []
+    if not facts.adapter and not facts.started_from:
+        without_hub_id = [part.name for part in facts.parts if not part.hub_id]
+    settled = dict(derived)
+    if licence_warning:
+        settled.pop("license", None)
+    if without_hub_id:
+        settled.pop("base_model", None)
+    # Tags are those that were derived and the author's.
+    tags = [*settled.pop("tags"), *(author.get("tags") or ())]
+    content = {"license": None, **derived, **author, **settled}  # in this order
+    content["tags"] = list(dict.fromkeys(tags))
+    stated = content.get("license_name") or content["license"]
+    warnings = []
+    if licence_warning and content["license"] and stated != derived.get("license"):
+        licence_sentence = f"Its author states: {stated}."
+    elif licence_warning:
+        warnings.append(licence_warning)
+    if without_hub_id and content.get("base_model") == derived.get("base_model"):
+        warnings.append(
+            f"No Hub id is recorded for {' and '.join(without_hub_id)}. If the Hub has it, write "
+            "`base_model:` into the front matter of README.md; it is kept."
+        )
+    return FrontMatter(content, list(settled), licence_sentence, warnings)
 
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
@@ -55,35 +132,6 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     return {"license": "other"}, sentence, warning
 
 
-def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the front matter that follows from the records of a folder.
-
-    Args:
-        facts: The records.
-        base: The base of an adapter.
-        licence: The licence's fields, from [`terms`].
-        name: The name of the model, for its scores.
-
-    Returns:
-        The arguments of `ModelCardData`. It writes scores as `model-index`.
-    """
-    base_models, base_relation = _base_models(facts, base)
-    scores = eval_results(facts)
-    content = {
-        **licence,
-        "language": _languages(facts.data),
-        "library_name": "peft" if facts.adapter else "transformers",
-        "pipeline_tag": "image-text-to-text",
-        "base_model": base_models,
-        "base_model_relation": base_relation if base_models else None,
-        "datasets": _hub_ids(facts.data),
-        "tags": [*TAGS, "gguf"] if facts.gguf else TAGS,
-        "model_name": name if scores else None,
-        "eval_results": scores,
-    }
-    return {field: value for field, value in content.items() if value}
-
-
 def _base_models(facts: Facts, base: Part | None) -> tuple[list[str], str | None]:
     """Returns the Hub ids of the models that this one was made from, and how."""
     if facts.adapter:
@@ -96,16 +144,6 @@ def _base_models(facts: Facts, base: Part | None) -> tuple[list[str], str | None
     if len(base_models) > 1:
         return base_models, "merge"
     return base_models, None  # with only one of two parts on the Hub, the Hub infers the relation
-
-
-def _languages(data: Sequence[Part]) -> list[str]:
-    """Returns the languages of all data sets. An incomplete list would mislead, so it is empty."""
-    languages: dict[str, None] = {}
-    for part in data:
-        if not part.languages:
-            return []
-        languages |= dict.fromkeys(part.languages)
-    return list(languages)
 
 
 def _hub_ids(parts: Sequence[Part]) -> list[str]:
@@ -122,15 +160,13 @@ def eval_results(facts: Facts) -> list[EvalResult]:
         if evaluation.partial or evaluation.task in facts.outdated:
             continue
         for metric in evaluation.metrics:
-            metric_name = metric.name
-            if metric.subset:
-                metric_name += f", {metric.subset}"
+            subset = f", {metric.subset}" if metric.subset else ""
             result = EvalResult(
                 task_type="image-text-to-text",
                 dataset_type=evaluation.task,
                 dataset_name=evaluation.title,
                 metric_type=metric.name,
-                metric_name=metric_name,
+                metric_name=metric.name + subset,
                 metric_value=metric.value,
             )
             results.append(result)
@@ -155,22 +191,31 @@ def is_ours(card: str) -> bool:
     return _OURS.search(card) is not None
 
 
-def added_metadata(card: str) -> dict[str, Any]:
-    """Returns the fields of a card's front matter that this package did not derive.
+def author_edits(card: str | None, where: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns what the author of a card wrote into it, if this package rendered it.
 
-    Raises ValueError if the front matter cannot be read.
+    Args:
+        card: The text of the card, or None if there is none.
+        where: Its name in errors.
+
+    Returns:
+        The sections with text, and the fields of the front matter that were added to it.
+
+    Raises:
+        ValueError: A section or the front matter is not valid.
     """
-    derived: list[str] = []
-    mark = _OURS.search(card)
-    if mark:
-        derived = mark[1].split(", ")
+    mark = _OURS.search(card or "")
+    if card is None or mark is None:
+        return {}, {}
+    sections = {name: text for name, text in by_hand(card, where).items() if text.strip()}
+    derived = mark[1].split(", ")
     with refuse_unreadable("The front matter of README.md", remedy="Fix it."):
         content = vars(ModelCard(card).data)
-    added_fields = {}
-    for field, value in content.items():
-        if value is not None and field not in derived:
-            added_fields[field] = value
-    return added_fields
+    return sections, {
+        field: value
+        for field, value in content.items()
+        if value is not None and field not in derived
+    }
 
 
 def by_hand(card: str, where: str = CARD) -> dict[str, str]:

@@ -5,17 +5,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, lock_folder
 from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import paper_ratios
-from .edits import FrontMatter, author_edits, front_matter
 from .facts import Facts, Part
-from .markdown import escape, link, part_link
-from .metadata import check_replaceable, is_ours, read_card
-from .tables import alignment_table, results_table, training_table
+from .markdown import (
+    alignment_table,
+    escape,
+    link,
+    part_link,
+    results_table,
+    training_table,
+)
+from .metadata import (
+    SECTIONS,
+    author_edits,
+    check_replaceable,
+    front_matter,
+    is_ours,
+    read_card,
+)
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    finalize=escape,  # all that others wrote is escaped, unless it is Markup
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 @dataclass(frozen=True)
@@ -54,19 +75,32 @@ def render_card(
         facts = Facts(checkpoint)
         if not with_gguf:
             facts.gguf = {}
-        edits = author_edits(read_card(checkpoint), hub_card, repo_id)
-        if base is None:
-            base = _recorded_base(facts)
-        parts = _licensed_parts(facts, base)
+        # The Hub's edits take precedence.
+        sections, metadata = author_edits(read_card(checkpoint), CARD)
+        hub_sections, hub_metadata = author_edits(hub_card, f"{CARD} of {repo_id} on the Hub")
+        unused = [
+            section
+            for section, words in hub_sections.items()
+            if sections.get(section, words).strip() != words.strip()
+        ]
+        if base is None and facts.adapter and facts.started_from:
+            base_revision = facts.stages[-1].get("model_revision") or "main"
+            base = Part("base model", facts.started_from, facts.started_from, base_revision)
+        # What the model was made from: its parts or else the base, and the data.
+        parts = [*facts.parts, *facts.data]
+        if base is not None and not facts.parts:
+            parts.insert(0, base)
+        if facts.norm_moved and not facts.stages:
+            parts.append(Part("data", "what it was trained on"))
         model_name = (repo_id or facts.name).rpartition("/")[2]
-        matter = front_matter(facts, base, parts, model_name, edits.metadata)
+        matter = front_matter(facts, base, parts, model_name, metadata | hub_metadata)
         link_by_role = {part.role: part_link(part) for part in facts.parts}
         if base is not None:
             link_by_role[base.role] = part_link(base)
         yaml_text = ModelCardData(**matter.content).to_yaml(original_order=list(matter.content))
-        card_text = _template().render(
-            front_matter=Markup(yaml_text),
-            derived=Markup(", ".join(matter.derived)),
+        card_text = _TEMPLATES.get_template("card.md.jinja").render(
+            front_matter=yaml_text,
+            derived=matter.derived,
             name=model_name,
             facts=facts,
             source=repo_id or ".",
@@ -76,7 +110,7 @@ def render_card(
             ratios=paper_ratios(),
             parts=parts,
             terms=matter.licence,
-            hand={section: Markup(words) for section, words in edits.sections.items()},
+            hand=dict.fromkeys(SECTIONS, "") | sections | hub_sections,
             alignment=alignment_table(facts),
             training=training_table(facts.stages),
             results=results_table,
@@ -84,49 +118,12 @@ def render_card(
             part_link=part_link,
         )
         ModelCard(card_text)  # raises ValueError if the Hub's client cannot read the front matter
-    return Card(card_text, _warnings(facts, base, matter, edits.unused))
+    return Card(card_text, [*matter.warnings, *_warnings(facts, base, unused)])
 
 
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        finalize=escape,  # all that others wrote is escaped, unless it is Markup
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("card.md.jinja")
-
-
-def _recorded_base(facts: Facts) -> Part | None:
-    """Returns the checkpoint on the Hub that an adapter's training started from."""
-    if not facts.adapter or not facts.started_from:
-        return None
-    revision = facts.stages[-1].get("model_revision") or "main"
-    return Part("base model", facts.started_from, facts.started_from, revision)
-
-
-def _licensed_parts(facts: Facts, base: Part | None) -> list[Part]:
-    """Returns what the model was made from: the parts, or else the base, and the data."""
-    parts = [*facts.parts, *facts.data]
-    if base is not None and not facts.parts:
-        parts.insert(0, base)
-    if facts.norm_moved and not facts.stages:
-        parts.append(Part("data", "what it was trained on"))
-    return parts
-
-
-def _warnings(facts: Facts, base: Part | None, matter: FrontMatter, unused: list[str]) -> list[str]:
+def _warnings(facts: Facts, base: Part | None, unused: list[str]) -> list[str]:
     """Returns what the author of the card should know, a sentence or two each."""
     warnings = []
-    if matter.licence_warning:
-        warnings.append(matter.licence_warning)
-    if matter.without_hub_id:
-        warnings.append(
-            f"No Hub id is recorded for {' and '.join(matter.without_hub_id)}. If the Hub has it, "
-            "write `base_model:` into the front matter of README.md; it is kept."
-        )
     if unused:
         warnings.append(
             f"Text by hand on the Hub is kept: {', '.join(unused)}. The folder's is not used."

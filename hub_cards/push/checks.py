@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before publishing that loading does not make: code, norm, secrets, an adapter's base."""
+"""Checks before publishing that loading does not make.
+
+Of code and norm, secrets, an adapter's base, and GGUF files.
+"""
 
 import json
 import re
@@ -8,13 +11,21 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.utils.hub import cached_files
 
 from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, require_checkpoint
-from ...checkpoint.untrusted import check_files
+from ...checkpoint.untrusted import check_files, fetch_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ..card.facts import Part
-from ..reading import read_config, read_json, read_norm
+from ...export.record import exported_weights, weights_hash
+from ..card.facts import (
+    MODELFILE,
+    Part,
+    gguf_files,
+    models_of,
+    read_config,
+    read_json,
+    read_norm,
+    weight_files,
+)
 from .source import CODE, PublishSource
 
 
@@ -37,8 +48,7 @@ def check_checkpoint(folder: Path) -> None:
     faults = []
     config_json, config = read_config(folder)
     if config is not None:
-        code_files = [folder / name for name in CODE if (folder / name).is_file()]
-        for foreign_code in _foreign(config_json, code_files):
+        for foreign_code in _fetch_foreign(config_json, folder):
             faults.append(f"{foreign_code} is not this version's of the package. {_SAVE_AGAIN}")
         if read_json(folder / "tokenizer_config.json").get("padding_side") != "left":
             faults.append('tokenizer_config.json pads on the right. Write "padding_side": "left".')
@@ -69,12 +79,14 @@ def check_private(source: PublishSource, token: str) -> None:
         source: The files that are to be published.
         token: The publisher's token, or "".
     """
-    local_paths = _local_paths(source.folder)
+    local_paths = set()
+    for folder in (Path.home(), Path.home().resolve(), source.folder, source.folder.parent):
+        if len(folder.parts) > 2:  # others are as common as "/root"
+            in_json = json.dumps(str(folder))[1:-1]  # JSON escapes letters beyond ASCII
+            local_paths |= {str(folder), in_json}
     longest_first = sorted(local_paths, key=len, reverse=True)
-    patterns = [_HUB_TOKEN, *map(re.escape, longest_first)]
-    if token:
-        patterns.insert(0, re.escape(token))
-    private_pattern = re.compile("|".join(patterns))
+    texts = filter(None, [token, *longest_first])
+    private_pattern = re.compile("|".join([*map(re.escape, texts), _HUB_TOKEN]))
     faults = []
     for repo_path, content in source.files.items():
         if isinstance(content, Path):
@@ -108,19 +120,6 @@ def _read_metadata(file: Path) -> str:
         return json.dumps(tensors.metadata())
 
 
-def _local_paths(checkpoint: Path) -> set[str]:
-    """Returns the home folder, the checkpoint's and its parent, also as they are in JSON.
-
-    Paths that are as common as "/root" are left out.
-    """
-    paths = set()
-    for folder in (Path.home(), Path.home().resolve(), checkpoint, checkpoint.parent):
-        if len(folder.parts) > 2:
-            paths.add(str(folder))
-            paths.add(json.dumps(str(folder))[1:-1])  # JSON escapes letters beyond ASCII
-    return paths
-
-
 def recorded_base(adapter: Path) -> Part | None:
     """Reads the base that an adapter names. Returns None for none, or a folder of this machine."""
     adapter_config = read_json(adapter / ADAPTER_CONFIG)
@@ -145,38 +144,25 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
     """
     base_part = recorded_base(adapter)
     if base is not None and (base_part is None or base != base_part.hub_id):
-        base_part = None
-        if not Path(base).exists():
-            base_part = Part("base model", base, base, "main")
+        base_part = None if Path(base).exists() else Part("base model", base, base, "main")
     if base_part is None:
         raise ValueError(f"The adapter's base is a folder, so nobody can load it. {_PUBLISH_BASE}")
     if not ask_hub:
         return base_part
     base, base_commit = require_checkpoint(base_part.name, base_part.revision, remedy=_PUBLISH_BASE)
     base_config = check_files(base, base_commit)
-    code_files = cached_files(
-        base, CODE, revision=base_commit, _raise_exceptions_for_missing_entries=False
-    )
-    foreign_code = _foreign(base_config, [Path(file) for file in code_files or ()])
+    foreign_code = _fetch_foreign(base_config, base, base_commit)
     if foreign_code:
         raise ValueError(
             f"The adapter's base, {base} at {base_commit}, would run code that is not this "
             f"version's of this package: {', '.join(foreign_code)}. Publish the base anew, or "
             f"{_MERGED}"
         )
-    _check_unchanged(adapter, base, base_config)
-    return Part("base model", base, base, base_commit)
-
-
-def _check_unchanged(adapter: Path, base: str, config: dict[str, Any]) -> None:
-    """Raises ValueError if training changed the configuration of the base.
-
-    PEFT would load the adapter on the base as that is.
-    """
+    # PEFT would load the adapter on the base as that is.
     changed_settings = []
     training_record = read_json(adapter / TRAINING_RECORD)
     for setting, trained_value in training_record.get("config_changes", {}).items():
-        base_value = config.get(setting, getattr(NormAlignLlavaConfig, setting))
+        base_value = base_config.get(setting, getattr(NormAlignLlavaConfig, setting))
         if trained_value != base_value:
             changed_settings.append(f"{setting} {trained_value!r}, not {base_value!r}")
     if changed_settings:
@@ -184,20 +170,67 @@ def _check_unchanged(adapter: Path, base: str, config: dict[str, Any]) -> None:
         raise ValueError(
             f"The adapter was trained with {changes} as in its base {base}. Publish {_MERGED}"
         )
+    return Part("base model", base, base, base_commit)
 
 
-def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
-    """Returns what is not this package's code.
+def _fetch_foreign(
+    config: dict[str, Any], checkpoint: str | Path, revision: str | None = None
+) -> list[str]:
+    """Returns what of a checkpoint's code is not this package's.
 
     Args:
         config: `config.json`, whose `auto_map` names the code.
-        files: The files of code that exist.
+        checkpoint: The folder or Hub id.
+        revision: The commit on the Hub.
 
     Returns:
         Names of code files that are missing or differ, and "auto_map in config.json".
     """
+    files = fetch_files(checkpoint, list(CODE), revision)
     content_by_name = {file.name: file.read_bytes() for file in files}
     foreign = [name for name in CODE if content_by_name.get(name) != (PACKAGE / name).read_bytes()]
     if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
         foreign.append("auto_map in config.json")
     return foreign
+
+
+def check_gguf(checkpoint: Path) -> None:
+    """Checks the GGUF files of a checkpoint folder, and the Modelfile beside them.
+
+    Files that `normalign export` did not write have no record of their weights. They may be of
+    other weights.
+
+    Raises:
+        ValueError: A file is not GGUF or has no tensors, a Modelfile names a file that is missing,
+            or the files were exported from other weights. The error lists every fault.
+    """
+    files = gguf_files(checkpoint)
+    faults = []
+    for file in files:
+        with file.open("rb") as stream:
+            header = stream.read(16)  # magic bytes, version, number of tensors
+        has_tensors = len(header) == 16 and header.startswith(b"GGUF") and any(header[8:])
+        if not has_tensors:
+            faults.append(f"{file} is not a GGUF file with tensors. Write it again, or remove it.")
+    folders = sorted({file.parent for file in files})
+    for folder in folders:
+        modelfile = folder / MODELFILE
+        for name in models_of(modelfile):
+            if name.endswith(".gguf") and not (folder / name).is_file():
+                faults.append(
+                    f"{modelfile} names {name}, but there is no such file. Write it, or correct "
+                    "or remove the Modelfile."
+                )
+    recorded_hashes = {}
+    if not faults:
+        recorded_hashes = {folder: exported_weights(folder) for folder in folders}
+    if any(recorded_hashes.values()):
+        current_hash = weights_hash(weight_files(checkpoint))  # it takes long
+        faults = [
+            f"{folder} was exported from other weights than {checkpoint} has now. Remove it and "
+            f"run `normalign export {checkpoint}` again, or publish without --gguf."
+            for folder, recorded_hash in recorded_hashes.items()
+            if recorded_hash not in (None, current_hash)
+        ]
+    if faults:
+        raise ValueError("\n- ".join(["These GGUF files cannot be published:", *faults]))

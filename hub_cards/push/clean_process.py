@@ -42,8 +42,19 @@ def ask_clean_process(
         ValueError: The checkpoint does not load. The message has the output of the process.
     """
     source_name = str(source) if revision else str(Path(source).resolve())
+    environment = {
+        variable: value
+        for variable, value in os.environ.items()
+        if not _HUB_SETTINGS.match(variable)
+    }
+    environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if token:
+        environment["HF_TOKEN"] = token
+    else:
+        environment["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+    if not revision and not base_revision:
+        environment["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
-        environment = _environment(token, is_offline=not revision and not base_revision)
         environment["HF_HOME"] = f"{folder}/home"
         completed = subprocess.run(
             [sys.executable, "-P", __file__],  # files beside this one would shadow other modules
@@ -61,23 +72,6 @@ def ask_clean_process(
             output = output.replace(token, "[token]")
         raise ValueError(f"{source} does not work in a process without this package:\n{output}")
     return json.loads(completed.stdout.splitlines()[-1])
-
-
-def _environment(token: str | None, is_offline: bool) -> dict[str, str]:
-    """Returns this process's environment variables, with other settings of the Hub's client."""
-    environment = {
-        variable: value
-        for variable, value in os.environ.items()
-        if not _HUB_SETTINGS.match(variable)
-    }
-    environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if token:
-        environment["HF_TOKEN"] = token
-    else:
-        environment["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
-    if is_offline:
-        environment["HF_HUB_OFFLINE"] = "1"
-    return environment
 
 
 def difference(before: list[float], after: list[float]) -> str | None:
@@ -145,8 +139,7 @@ def main() -> None:
         processor_source, revision=processor_revision, trust_remote_code=True
     )
     with torch.inference_mode():
-        answer_logits = first_logits(model.eval(), processor)
-    print(json.dumps(answer_logits))
+        print(json.dumps(first_logits(model.eval(), processor)))
 
 
 def _load_model(source: str, revision: str | None) -> Any:

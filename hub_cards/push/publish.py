@@ -10,21 +10,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+from huggingface_hub import CommitInfo, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ...evaluation.results import EVALUATION
 from ...keywords import takes_fields
-from ..card.facts import Part
+from ..card.facts import DIAGNOSTICS, GGUF, Part, gguf_files, read_json
 from ..card.metadata import check_replaceable, read_card
 from ..card.write import render_card
-from ..demo import push_space, require_own_space
-from ..reading import DIAGNOSTICS, GGUF, gguf_files, read_json
-from .checks import check_checkpoint, check_private, require_pinned_base
+from ..demo import space_files
+from .checks import check_checkpoint, check_gguf, check_private, require_pinned_base
 from .clean_process import ask_clean_process, difference
-from .gguf_checks import check_gguf
-from .record import additions, check_files_of_others, files_of_others, stale_files
-from .repository import Repository, find_repository, log_in, push
+from .repository import (
+    Repository,
+    additions,
+    check_files_of_others,
+    content_ids,
+    files_of_others,
+    find_repository,
+    log_in,
+    push,
+    stale_files,
+)
 from .source import PublishSource, choose_files
 
 
@@ -134,15 +141,21 @@ def publish(options: PublishOptions) -> Publication:
         loading_options["base_revision"] = base.revision
     with _merged_if_needed(checkpoint, needs_merge, options) as folder:
         source = _render_and_choose(folder, repository, base, options)
-        if options.dry_run:
-            _finish_dry_run(folder, loading_options, options)
-            return Publication(source, repository)
-        added = additions(source.files)
-        removed_paths = _checked_removals(repository, added, options.replace_files)
+        if not options.dry_run:
+            added = additions(source.files)
+            if not options.replace_files:
+                check_files_of_others(repository, added)
+            removable = {*stale_files(repository, added), *files_of_others(repository, added)}
+            removed_paths = sorted(removable - content_ids(added).keys())
         folder_logits = None
-        if options.check_loading:
+        is_base_absent = options.dry_run and options.as_adapter  # the Hub has it
+        if options.check_loading and not is_base_absent:
             options.notify("Loading it in a clean process.")
             folder_logits = ask_clean_process(folder, **loading_options)
+        if options.dry_run:
+            unloaded = "" if folder_logits else " It was not loaded."
+            options.notify(f"It passed the checks.{unloaded}")
+            return Publication(source, repository)
         options.notify(f"Sending what {repo_id} lacks of {len(source.files)} files.")
         new_commit = push(
             repository, added, removed_paths, private=options.private, create_pr=options.create_pr
@@ -208,8 +221,12 @@ def _merged_if_needed(
 
     with TemporaryDirectory(prefix="normalign-merged-") as temporary:
         merged_folder = Path(temporary, checkpoint.resolve().name)
-        quantization = options.base_quantization
-        merge_adapter(checkpoint, merged_folder, base=options.base, base_quantization=quantization)
+        merge_adapter(
+            checkpoint,
+            merged_folder,
+            base=options.base,
+            base_quantization=options.base_quantization,
+        )
         for name in (EVALUATION, DIAGNOSTICS):
             if (checkpoint / name).exists():
                 options.notify(f"Warning: {name} of the adapter stays here, since it is merged.")
@@ -246,39 +263,10 @@ def _render_and_choose(
         adapter_config = read_json(folder / ADAPTER_CONFIG)
         adapter_config["base_model_name_or_path"] = base.hub_id
         adapter_config["revision"] = base.revision
-        config_text = json.dumps(adapter_config, indent=2, sort_keys=True)
-        generated[ADAPTER_CONFIG] = config_text.encode()
+        generated[ADAPTER_CONFIG] = json.dumps(adapter_config, indent=2, sort_keys=True).encode()
     source = choose_files(folder, generated, with_gguf=options.gguf)
     check_private(source, str(repository.api.token or ""))
     return source
-
-
-def _finish_dry_run(folder: Path, loading_options: dict[str, Any], options: PublishOptions) -> None:
-    """Loads the folder if that needs no base from the Hub, and says that the checks are passed.
-
-    Raises ValueError if the folder does not load.
-    """
-    conclusion = "It passed the checks."
-    if options.check_loading and "base" not in loading_options:
-        options.notify("Loading it in a clean process.")
-        ask_clean_process(folder, **loading_options)
-    else:
-        conclusion += " It was not loaded."
-    options.notify(conclusion)
-
-
-def _checked_removals(
-    repository: Repository, added: list[CommitOperationAdd], replace_files: bool
-) -> list[str]:
-    """Returns the paths that the commit removes: stale files, and files of others to replace.
-
-    Raises ValueError if files of others stand in the way and must not be replaced.
-    """
-    if not replace_files:
-        check_files_of_others(repository, added)
-    sent_paths = {addition.path_in_repo for addition in added}
-    read_beside = set(files_of_others(repository, added)) - sent_paths
-    return sorted({*stale_files(repository, added), *read_beside})
 
 
 def _check_commit(
@@ -298,15 +286,74 @@ def _check_commit(
         )
 
 
+def require_own_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Repository:
+    """Reads the Space of a model, and returns it if it may be written.
+
+    Args:
+        api: The client of the account that publishes.
+        repo_id: Hub id of the model.
+        replace_files: Whether files that others have changed may be overwritten.
+
+    Raises:
+        ValueError: This package did not publish it. Or somebody has changed a file that would be
+            overwritten, and `replace_files` is False.
+        OSError: The Hub or the connection failed.
+    """
+    space = find_repository(api, f"{repo_id}-demo", kind="space")
+    is_new = space.files.keys() <= {".gitattributes", "README.md"}
+    if is_new:
+        return space
+    if "space.json" not in space.files:
+        raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
+    if not replace_files:
+        planned = space_files(repo_id, "the commit that is about to be made")
+        check_files_of_others(space, additions(planned))
+    return space
+
+
+def push_space(space: Repository, model: str, commit: str, notify: Callable[[str], object]) -> str:
+    """Publishes a Space. A new one is private if the model is.
+
+    Args:
+        space: The Space as it is now.
+        model: Hub id of the model.
+        commit: The model's commit.
+        notify: Receives a message if the Space needs a token.
+
+    Returns:
+        The address of its page.
+
+    Raises:
+        OSError: It could not be published. The message says that the model is.
+    """
+    try:
+        is_private = find_repository(space.api, model).private
+        push(space, additions(space_files(model, commit)), removed=(), private=is_private)
+    except (ValueError, OSError) as error:
+        state = f"The model is published, at {commit} of {model}; its Space is not."
+        raise OSError(f"{state} {error}") from None
+    space_page = f"{space.api.endpoint}/spaces/{space.repo_id}"
+    if is_private:
+        notify(
+            f"To read the model, the Space needs a token as secret HF_TOKEN: {space_page}/settings."
+        )
+    return space_page
+
+
 def summary(publication: Publication) -> str:
     """Returns what was sent and where to. For a dry run, it says what would be sent."""
-    if publication.commit is None:
-        return _summary_of_dry_run(publication)
     repository = publication.repository
+    source = publication.source
     commit = publication.commit
+    if commit is None:
+        lines = [f"Would be sent to {repository.repo_id}:"]
+        lines += [f"  {repo_path}: {size:,} bytes" for repo_path, size in source.sizes.items()]
+        excluded_paths = ", ".join(source.excluded) or "nothing"
+        lines.append(f"Stays here: {excluded_paths}.")
+        return "\n".join(lines)
     sent = "nothing changed"
     if commit.oid != repository.commit:
-        sent = f"{len(publication.source.files)} files in one commit"
+        sent = f"{len(source.files)} files in one commit"
     removed_paths = ", ".join(publication.removed) or "nothing"
     lines = [
         f"Sent to {repository.repo_id}: {sent}; removed: {removed_paths}.",
@@ -318,14 +365,4 @@ def summary(publication: Publication) -> str:
     if publication.space:
         lines.append(f"Space: {publication.space}")
     lines.append(f'To load exactly this, set revision = "{commit.oid}" in the code of its card.')
-    return "\n".join(lines)
-
-
-def _summary_of_dry_run(publication: Publication) -> str:
-    source = publication.source
-    lines = [f"Would be sent to {publication.repository.repo_id}:"]
-    for repo_path, byte_count in source.sizes.items():
-        lines.append(f"  {repo_path}: {byte_count:,} bytes")
-    excluded_paths = ", ".join(source.excluded) or "nothing"
-    lines.append(f"Stays here: {excluded_paths}.")
     return "\n".join(lines)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A repository on the Hub: who may write to it, what it holds, and one commit, whole or none."""
+"""A repository on the Hub: who may write to it, what it holds, and one commit, whole or none.
+
+`publication.json` in it says which files a publication wrote, and so may replace later.
+"""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,9 +21,11 @@ from huggingface_hub import (
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import get_token
+from huggingface_hub.utils.sha import git_hash
 
 from ... import __version__
 from ...checkpoint.files import CARD
+from .source import READ, WRITTEN, matches
 
 
 RECORD = "publication.json"  # in a repository: what this package wrote to it
@@ -44,7 +49,7 @@ class Repository:
         files: The id of each file's content by path. It is the SHA-256 if it is in LFS, otherwise
             git's blob id.
         written: The ids by path of what earlier publications wrote, according to their record.
-        card: The text of its `README.md`.
+        card: The text of its `README.md`, None if there is none.
     """
 
     api: HfApi
@@ -77,9 +82,9 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
     try:
         yield
     except (errors.HTTPError, RuntimeError) as error:
-        root_cause: BaseException = error
-        if isinstance(error, RuntimeError) and error.__cause__ is not None:
-            root_cause = error.__cause__  # uploads raise a RuntimeError from the error itself
+        # Uploads raise a RuntimeError from the error itself.
+        is_outer = isinstance(error, RuntimeError) and error.__cause__
+        root_cause = error.__cause__ if is_outer else error
         description = str(root_cause)
         if isinstance(root_cause, errors.HfHubHTTPError):
             description = (
@@ -112,10 +117,8 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
         raise ValueError(
             f'The token of {user_name} may only read. {LOG_IN}, with the role "write".'
         )
-    namespaces = [user_name]
-    for organisation in account.get("orgs", []):
-        namespaces.append(organisation["name"])
-    owner_name, _, _ = repo_id.rpartition("/")
+    namespaces = [owner["name"] for owner in (account, *account.get("orgs", []))]
+    owner_name = repo_id.rpartition("/")[0]
     is_member = owner_name.lower() in map(str.lower, namespaces)
     if owner_name and not create_pr and not is_member:
         choices = " or ".join(f"{namespace}/..." for namespace in namespaces)
@@ -135,23 +138,21 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         except errors.RepositoryNotFoundError:
             return Repository(api, name, kind, branch)
         commit = repo_info.sha
-        content_ids = {}
+        file_ids = {}
         for entry in api.list_repo_tree(name, recursive=True, repo_type=kind, revision=commit):
             if isinstance(entry, RepoFile):
-                content_ids[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
+                file_ids[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
 
         def download(path: str) -> bytes:
+            if path not in file_ids:
+                return b""
             file = api.hf_hub_download(name, path, repo_type=kind, revision=commit)
             return Path(file).read_bytes()
 
-        card_text = None
-        if CARD in content_ids:
-            card_text = download(CARD).decode("utf-8-sig", "replace")
-        written_ids: dict[str, Sequence[str]] = {}
-        if RECORD in content_ids:
-            written_ids = _recorded(download(RECORD))
+        card = download(CARD).decode("utf-8-sig", "replace") or None
+        written_ids = _recorded(download(RECORD))
         if written_ids:  # a file of that name without our records is somebody else's
-            written_ids[RECORD] = [content_ids[RECORD]]
+            written_ids[RECORD] = [file_ids[RECORD]]
     return Repository(
         api,
         name,
@@ -159,9 +160,9 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         branch,
         commit=commit,
         private=bool(repo_info.private),
-        files=content_ids,
+        files=file_ids,
         written=written_ids,
-        card=card_text,
+        card=card,
     )
 
 
@@ -175,6 +176,83 @@ def _recorded(record: bytes) -> dict[str, Sequence[str]]:
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return {}
     return {path: content_ids for path, content_ids in ids_by_path if isinstance(content_ids, list)}
+
+
+def additions(files: Mapping[str, bytes | Path]) -> list[CommitOperationAdd]:
+    """Returns what a commit adds: files by path, and the record of them."""
+    added = [CommitOperationAdd(path, content) for path, content in files.items()]
+    record = {"schema_version": 1, "written_by": "normalign-llava", "files": content_ids(added)}
+    record_text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+    return [*added, CommitOperationAdd(RECORD, record_text.encode())]
+
+
+def content_ids(added: Sequence[CommitOperationAdd]) -> dict[str, list[str]]:
+    """Returns by path the ids that the Hub may give a content: its SHA-256, and its git blob id.
+
+    The Hub names what is in LFS by the first and other files by the second. Weights are always in
+    LFS, so they are not read once more for the second.
+    """
+    ids_by_path = {}
+    for addition in added:
+        identifiers = [addition.upload_info.sha256.hex()]
+        if isinstance(addition.path_or_fileobj, bytes):
+            identifiers.append(git_hash(addition.path_or_fileobj))
+        ids_by_path[addition.path_in_repo] = identifiers
+    return ids_by_path
+
+
+def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> list[str]:
+    """Returns the files of an earlier publication that nobody changed and this one lacks."""
+    unsent_paths = repository.files.keys() - content_ids(added).keys()
+    ours = filter(repository.is_as_published, unsent_paths)
+    return sorted(repo_path for repo_path in ours if matches(repo_path, WRITTEN))
+
+
+def files_of_others(
+    repository: Repository, added: Sequence[CommitOperationAdd] | None = None
+) -> list[str]:
+    """Returns the files that others wrote or changed, and that stand in the way of a publication.
+
+    They would be overwritten with another content, or be read together with the model. Without
+    `added`, only the files that would be read are returned, whatever is sent. A model's card does
+    not count, since a mark in the card says who wrote it.
+    """
+    is_model = repository.kind == "model"
+    # The Hub names a content by one of several ids. `content_ids` says why.
+    sent_ids = content_ids(added or ())
+    obstacles = []
+    for repo_path, content_id in sorted(repository.files.items()):
+        would_be_overwritten = repo_path in sent_ids
+        would_be_read = is_model and matches(repo_path, READ)
+        may_be_replaced = (
+            repository.is_as_published(repo_path)
+            or content_id in sent_ids.get(repo_path, ())  # the same content is sent
+            or (is_model and repo_path == CARD)
+        )
+        if (would_be_overwritten or would_be_read) and not may_be_replaced:
+            obstacles.append(repo_path)
+    return obstacles
+
+
+def check_files_of_others(
+    repository: Repository, added: Sequence[CommitOperationAdd] | None = None
+) -> None:
+    """Raises ValueError if there are [`files_of_others`]. It lists them, and what can be done."""
+    obstacles = files_of_others(repository, added)
+    if not obstacles:
+        return
+    sent_ids = content_ids(added or ())
+    file_list = ""
+    for repo_path in obstacles:
+        is_sent = repo_path in sent_ids
+        consequence = "overwritten" if is_sent else "read beside the model"
+        file_list += f"- {repo_path} would be {consequence}\n"
+    raise ValueError(
+        f"{repository.repo_id} has files that no publication of this package wrote, or that were "
+        f"changed since:\n{file_list}Nothing was sent. Choose another repository, or let them be "
+        "overwritten or removed: `normalign publish` with --replace-files, and with the same "
+        "repository and branch (in Python, replace_files=True)."
+    )
 
 
 def push(

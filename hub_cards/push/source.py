@@ -19,7 +19,7 @@ from ...checkpoint.files import (
 from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import REPORT, report_json
 from ...evaluation.results import EVALUATION, SUMMARY
-from ..reading import (
+from ..card.facts import (
     DIAGNOSTICS,
     GGUF,
     MODELFILE,
@@ -59,7 +59,7 @@ _MODEL_FILES = (
     "*.gguf",
     MODELFILE,
 )
-WRITTEN: dict[str, tuple[str, ...]] = {
+WRITTEN = {
     "": _MODEL_FILES,
     "chat_templates": ("*.jinja",),
     EVALUATION: (SUMMARY,),
@@ -71,7 +71,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 
 A later publication removes such a file from the repository if it no longer has it. Only weights
 that would be loaded and figures that `report.json` names are sent."""
-READ: dict[str, tuple[str, ...]] = {
+READ = {
     "": (
         *_MODEL_FILES,
         "pytorch_model*",
@@ -120,81 +120,59 @@ def choose_files(
         ValueError: The weights, the report of a diagnosis or a notice are not valid.
     """
     folder = folder.resolve()
-    weight_paths = {weight_file.name for weight_file in weight_files(folder)}
-    if WEIGHTS not in weight_paths:
-        weight_paths.add(INDEX)
-    figure_paths: set[str] = set()
-    generated_contents = dict(generated)
+    # Weights that would be loaded, figures that the report names, GGUF files.
+    needed = set(weight_files(folder))
+    if folder / WEIGHTS not in needed:
+        needed.add(folder / INDEX)
     report = read_public_report(folder)
-    if report:
-        generated_contents[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
-        figure_paths = {f"{DIAGNOSTICS}/{figure['file']}" for figure in report["figures"]}
-    needed_paths = weight_paths | figure_paths
-    if with_gguf:
-        needed_paths |= _gguf_paths(folder)
-    files_here: dict[str, bytes | Path] = {}
+    needed |= {folder / DIAGNOSTICS / figure["file"] for figure in report.get("figures", ())}
+    sent_gguf = gguf_files(folder) if with_gguf else []
+    for file in sent_gguf:
+        needed |= {file, file.with_name(MODELFILE)}
+    files: dict[str, bytes | Path] = {}
     excluded = []
-    for local_path in _paths(folder):
-        repo_path = local_path.relative_to(folder).as_posix()
+    for repo_path, local_path in _paths(folder).items():
         if local_path.is_dir():
             excluded.append(f"{repo_path}/")
-        elif not _is_sent(local_path, repo_path, needed_paths):
+        elif not _is_sent(local_path, repo_path, needed):
             excluded.append(repo_path)
-        elif _is_notice(repo_path):
-            files_here[repo_path] = read_notice(local_path)
+        elif repo_path.startswith(NOTICES):
+            files[repo_path] = read_notice(local_path)
         elif local_path.suffix in (".safetensors", ".gguf"):
-            files_here[repo_path] = local_path
+            files[repo_path] = local_path
         else:
-            files_here[repo_path] = local_path.read_bytes()
-    files = dict(sorted({**files_here, **generated_contents}.items()))
+            files[repo_path] = local_path.read_bytes()
+    files.update(generated)
+    if report:
+        files[f"{DIAGNOSTICS}/{REPORT}"] = report_json(report).encode()
+    files = dict(sorted(files.items()))
     sizes = {}
     for repo_path, content in files.items():
         sizes[repo_path] = content.stat().st_size if isinstance(content, Path) else len(content)
     return PublishSource(folder, files, sizes, sorted(excluded))
 
 
-def _is_sent(local_path: Path, repo_path: str, needed: set[str]) -> bool:
-    """Returns whether a file is sent.
+def _paths(folder: Path) -> dict[str, Path]:
+    """Returns what is in a folder, and in its folders whose files may be sent, by relative path."""
+    opened = {*WRITTEN, "notices"}  # that has the folders in `NOTICES`
+    local_paths = {}
+    for parent in filter(Path.is_dir, map(folder.joinpath, opened)):
+        for local_path in parent.iterdir():
+            repo_path = local_path.relative_to(folder).as_posix()
+            if not (local_path.is_dir() and repo_path in opened):
+                local_paths[repo_path] = local_path
+    return local_paths
 
-    Args:
-        local_path: The file.
-        repo_path: Its path in the repository.
-        needed: The weights that would be loaded, the figures that the report names, GGUF files.
-    """
-    if not local_path.is_file() or not _matches(repo_path, SENT):
+
+def _is_sent(local_path: Path, repo_path: str, needed: set[Path]) -> bool:
+    """Returns whether a file is sent, given which of the optional ones are."""
+    if not local_path.is_file() or not matches(repo_path, SENT):
         return False
-    if _is_notice(repo_path):
+    if repo_path.startswith(NOTICES):
         return True
     is_optional = local_path.suffix in (".safetensors", ".png", ".gguf")
     is_optional = is_optional or local_path.name in (INDEX, MODELFILE)
-    return repo_path in needed or not is_optional
-
-
-def _gguf_paths(folder: Path) -> set[str]:
-    """Returns the paths of GGUF files and of the Modelfile beside them."""
-    paths = set()
-    for file in gguf_files(folder):
-        paths.add(file.relative_to(folder).as_posix())
-        paths.add(file.with_name(MODELFILE).relative_to(folder).as_posix())
-    return paths
-
-
-def _is_notice(repo_path: str) -> bool:
-    return Path(repo_path).parent.as_posix() in NOTICES
-
-
-def _paths(folder: Path) -> list[Path]:
-    """Returns what is in a folder, and in its folders whose files may be sent."""
-    opened = {*WRITTEN, *(Path(notice_folder).parent.as_posix() for notice_folder in NOTICES)}
-    local_paths = []
-    waiting = sorted(folder.iterdir())
-    while waiting:
-        local_path = waiting.pop()
-        if local_path.is_dir() and local_path.relative_to(folder).as_posix() in opened:
-            waiting += sorted(local_path.iterdir())
-        else:
-            local_paths.append(local_path)
-    return local_paths
+    return local_path in needed or not is_optional
 
 
 def read_notice(file: Path) -> bytes:
@@ -211,16 +189,7 @@ def read_notice(file: Path) -> bytes:
     return content
 
 
-def is_written_by_package(path: str) -> bool:
-    """Returns whether this package or transformers writes files at a path in a repository."""
-    return _matches(path, WRITTEN)
-
-
-def is_read_with_model(path: str) -> bool:
-    """Returns whether a file at a path in a repository would be read with the model, or for it."""
-    return _matches(path, READ)
-
-
-def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
+def matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
+    """Returns whether a path in a repository fits [`WRITTEN`], [`READ`] or [`SENT`]."""
     folder_name, _, file_name = path.rpartition("/")
     return any(fnmatchcase(file_name, pattern) for pattern in patterns.get(folder_name, ()))

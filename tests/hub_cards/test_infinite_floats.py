@@ -14,9 +14,9 @@ from json_files import read_json
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.hub_cards.card.facts import read_config
 from normalign_llava.hub_cards.card.write import refresh_card, write_card
 from normalign_llava.hub_cards.push.publish import publish
-from normalign_llava.hub_cards.reading import read_config
 
 
 @pytest.fixture(scope="module", params=["mamba2", "falcon_h1"])

@@ -489,8 +489,12 @@ def test_who_is_not_logged_in_is_told_how(publish, hub, folder):
 
 READ = """
 import json, sys
-from normalign_llava.hub_cards.push.record import additions
-from normalign_llava.hub_cards.push.repository import check_front_matter, find_repository, log_in
+from normalign_llava.hub_cards.push.repository import (
+    additions,
+    check_front_matter,
+    find_repository,
+    log_in,
+)
 
 api = log_in("ann/m", f" {sys.argv[1]}\\n")
 found = []

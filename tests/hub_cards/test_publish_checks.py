@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.diagnose.report import SCHEMA_VERSION
-from normalign_llava.hub_cards import reading
+from normalign_llava.hub_cards.card import facts
 from normalign_llava.hub_cards.push import source
 from normalign_llava.hub_cards.push.checks import check_checkpoint, check_private
 from normalign_llava.hub_cards.push.source import PublishSource, choose_files
@@ -140,7 +140,7 @@ def test_notices_of_the_parts_are_sent(folder):
     assert chosen_notices == {VISION_NOTICE, LANGUAGE_NOTICE}
     assert chosen.files[VISION_NOTICE] == vision_path.read_bytes()
     assert chosen.excluded == ["notices/other/", "notices/vision/.a", "notices/vision/deep/"]
-    assert reading.notices(folder) == [LANGUAGE_NOTICE, VISION_NOTICE]
+    assert facts.notices(folder) == [LANGUAGE_NOTICE, VISION_NOTICE]
 
 
 def test_a_notice_may_have_a_mebibyte(folder):
@@ -207,14 +207,14 @@ ALL_NAMES = WRITTEN_AND_READ | ONLY_READ | ONLY_WRITTEN | OF_PEOPLE
 
 def test_what_is_written_beside_a_model():
     written_names = {
-        file_name for file_name in ALL_NAMES if source.is_written_by_package(file_name)
+        file_name for file_name in ALL_NAMES if source.matches(file_name, source.WRITTEN)
     }
     assert written_names == WRITTEN_AND_READ | ONLY_WRITTEN
 
 
 def test_what_is_read_beside_a_model():
     """What transformers would read, or run, must not be left there by somebody else."""
-    read_names = {file_name for file_name in ALL_NAMES if source.is_read_with_model(file_name)}
+    read_names = {file_name for file_name in ALL_NAMES if source.matches(file_name, source.READ)}
     assert read_names == WRITTEN_AND_READ | ONLY_READ
 
 

@@ -19,10 +19,9 @@ from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.report import SCHEMA_VERSION
-from normalign_llava.hub_cards import demo
-from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.card.facts import Part, read_public_report
 from normalign_llava.hub_cards.card.write import render_card
-from normalign_llava.hub_cards.demo import push_space, require_own_space, space_files
+from normalign_llava.hub_cards.demo import space_files
 from normalign_llava.hub_cards.push import checks, clean_process
 from normalign_llava.hub_cards.push.checks import recorded_base, require_pinned_base
 from normalign_llava.hub_cards.push.clean_process import (
@@ -30,21 +29,24 @@ from normalign_llava.hub_cards.push.clean_process import (
     difference,
     first_logits,
 )
-from normalign_llava.hub_cards.push.publish import Publication, publish, summary
-from normalign_llava.hub_cards.push.record import (
-    additions,
-    check_files_of_others,
-    files_of_others,
-    stale_files,
+from normalign_llava.hub_cards.push.publish import (
+    Publication,
+    publish,
+    push_space,
+    require_own_space,
+    summary,
 )
 from normalign_llava.hub_cards.push.repository import (
     Repository,
     _recorded,
+    additions,
+    check_files_of_others,
     check_front_matter,
+    files_of_others,
     hub_errors,
+    stale_files,
 )
 from normalign_llava.hub_cards.push.source import PublishSource
-from normalign_llava.hub_cards.reading import read_public_report
 
 
 def git_hash(content):
@@ -241,7 +243,7 @@ def repositories(asked_names, monkeypatch):
         asked_names.append((name, kind))
         return by_name[name]
 
-    monkeypatch.setattr(demo, "find_repository", find)
+    monkeypatch.setattr(f"{PUBLISH_MODULE}.find_repository", find)
     return by_name
 
 
@@ -307,7 +309,7 @@ def push_calls(monkeypatch):
     def push(repository, added, **options):
         recorded_calls.append((repository, added, options))
 
-    monkeypatch.setattr(demo, "push", push)
+    monkeypatch.setattr(f"{PUBLISH_MODULE}.push", push)
     return recorded_calls
 
 
@@ -348,7 +350,7 @@ def test_where_a_space_fails_the_model_is_said_to_be_published(repositories, mon
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(demo, "push", fail)
+    monkeypatch.setattr(f"{PUBLISH_MODULE}.push", fail)
     repositories["ann/m"] = space_with()
     with pytest.raises(OSError, match=f"published, at {'c' * 40} of ann/m; .* {error}"):
         push_space(space_with(), "ann/m", "c" * 40, print)

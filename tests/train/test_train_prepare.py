@@ -24,7 +24,7 @@ from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.data.sources import mixtures
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.hub_cards.card import metadata
-from normalign_llava.hub_cards.push import record, repository
+from normalign_llava.hub_cards.push import repository
 from normalign_llava.train import prepare as preparing
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import (
@@ -645,7 +645,7 @@ def hub_calls(monkeypatch):
     monkeypatch.setattr(repository, "log_in", log_in)
     monkeypatch.setattr(repository, "find_repository", find_repository)
     monkeypatch.setattr(metadata, "check_replaceable", check_replaceable)
-    monkeypatch.setattr(record, "check_files_of_others", check_files_of_others)
+    monkeypatch.setattr(repository, "check_files_of_others", check_files_of_others)
     return calls
 
 

@@ -14,7 +14,7 @@ from normalign_llava import NormAlignTrainer
 from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.push import checks, publish
-from normalign_llava.hub_cards.push.record import additions
+from normalign_llava.hub_cards.push.repository import additions
 
 
 pytestmark = pytest.mark.slow
