@@ -4,13 +4,76 @@ Names are imported on first use: `import normalign_llava` and the command line s
 Importing `normalign_llava.modeling_normalign_llava` adds it to transformers' Auto classes.
 """
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    # The architecture
+    "NormAlignLlavaConfig": "configuration_normalign_llava",
+    "GlobalWeightCompensatedLayerNorm": "modeling_normalign_llava",
+    "GlobalWeightCompensatedRMSNorm": "modeling_normalign_llava",
+    "NormAlignLlavaForConditionalGeneration": "modeling_normalign_llava",
+    "NormAlignLlavaModel": "modeling_normalign_llava",
+    "mean_embedding_norm": "modeling_normalign_llava",
+    # Checkpoints
+    "build_checkpoint": "assembly.build",
+    "retrofit_checkpoint": "assembly.build",
+    "merge_adapter": "assembly.merge",
+    "embedding_statistics": "assembly.gain",
+    "export_gguf": "export.run",
+    "half_precision_pays": "checkpoint.precision",
+    "stored_tensors": "checkpoint.weights",
+    "write_weights": "checkpoint.weights",
+    "publish": "hub_cards.push.publish",
+    # Training
+    "Checks": "data.rows.checks",
+    "ConversationCollator": "train.collator",
+    "DataArguments": "data.sources.arguments",
+    "ModelArguments": "train.options",
+    "NormAlignConfig": "train.options",
+    "NormAlignTrainer": "train.trainer",
+    "load_data": "data.sources.mixtures",
+    "make_trainer": "train.run",
+    "option_words": "quickstart.train:words",
+    "parse_options": "train.options:parse",
+    "prepare_rows": "data.sources.mixtures",
+    "recipe_options": "quickstart.train:stage",
+    "run_training": "train.run:train",
+    "static_bytes": "train.modules.sizes",
+    "train_stage": "quickstart.train",
+    # Measuring
+    "AskOptions": "evaluation.ask",
+    "Difference": "evaluation.compare",
+    "Evaluation": "evaluation.results",
+    "ModelScores": "evaluation.compare",
+    "ask": "evaluation.ask",
+    "compare_models": "evaluation.compare",
+    "evaluate": "evaluation.run",
+    "load_samples": "diagnose.data",
+    "over_seeds": "evaluation.compare",
+    "paper_tables": "diagnose.report",
+    "probe": "diagnose.measure.probe",
+    "read_scores": "evaluation.compare",
+    "read_evaluations": "evaluation.results",
+    "sample_batches": "diagnose.data:batches",
+    "without_spread": "evaluation.compare",
+    # Real parts and data without the Hub
+    "DATA_FEATURES": "fetched.easy_vqa",
+    "Question": "fetched.easy_vqa",
+    "conversation": "fetched.easy_vqa",
+    "convert_language": "fetched.convert",
+    "convert_vision": "fetched.convert",
+    "easy_vqa": "fetched.easy_vqa",
+    "load_image": "fetched.easy_vqa",
+    "training_data": "fetched.easy_vqa",
+    "write_stage_data": "quickstart.train",
+}
+"""The public names: the module of each, and its name there if that is another."""
+
+__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from .assembly.build import build_checkpoint, retrofit_checkpoint
@@ -67,25 +130,11 @@ if TYPE_CHECKING:
     from .train.trainer import NormAlignTrainer
 
 
-def _read_exports() -> dict[str, tuple[str | None, str]]:
-    """Reads the imports above: for each public name, the module and the name there."""
-    exports = {}
-    for statement in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8"))):
-        if isinstance(statement, ast.ImportFrom) and statement.level:
-            for alias in statement.names:
-                exports[alias.asname or alias.name] = (statement.module, alias.name)
-    return exports
-
-
-_EXPORTS = _read_exports()
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
-
-
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module_name, own_name = _EXPORTS[name]
-    return getattr(import_module(f".{module_name}", __name__), own_name)
+    module_name, _, own_name = _EXPORTS[name].partition(":")
+    return getattr(import_module(f".{module_name}", __name__), own_name or name)
 
 
 def __dir__():

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user can fix. A command prints one sentence, and exits with status 1.
-
-Full memory, failed kernels and GPUs are told in words. Ctrl-C and SIGTERM end a command as
-exceptions, so that unfinished files are removed.
-"""
+"""Errors that a user can fix. A command prints one sentence, and exits with status 1."""
 
 import errno
 import os
 import re
-import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 import typer
 from rich.text import Text
 
 from .console import Console, escaped
+from .devices import MORE, device_error
+from .signals import Terminated, stop_on_signals
 
 
-MORE = "Use a machine with more."
 TRACEBACK = "NORMALIGN_TRACEBACK"
 """If this variable is 1 in the environment, errors are printed with their traceback."""
 
@@ -32,37 +27,6 @@ _CUT_OFF = (
     r"|\d+ requested and \d+ written"  # numpy's tofile, by which gguf writes tensors
 )
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-_FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
-_KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:triton|kernels))[\\/]")
-
-
-class Terminated(SystemExit):
-    """SIGTERM was received. The exit status is 143."""
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """Makes SIGINT raise `KeyboardInterrupt` and SIGTERM raise [`Terminated`] in the block.
-
-    A signal that is ignored stays ignored.
-    """
-    previous_handlers = {}
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(signal_number)
-        if handler not in (signal.SIG_IGN, None):
-            previous_handlers[signal_number] = signal.signal(signal_number, _raise_for_signal)
-    try:
-        yield
-    finally:
-        for signal_number, handler in previous_handlers.items():
-            signal.signal(signal_number, handler)
-
-
-def _raise_for_signal(signal_number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt cleaning up
-    if signal_number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Terminated(128 + signal_number)
 
 
 @contextmanager
@@ -192,48 +156,3 @@ def how_to_install(extra: str) -> str:
     """Returns a sentence on how to install an extra of this package. It is not on PyPI."""
     requirement = f"'normalign-llava[{extra}] @ git+URL'"
     return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {requirement}"
-
-
-def device_error(error: BaseException, remedy: str = MORE) -> str | None:
-    """Returns a sentence about full memory, failed kernels or a failed GPU, or None.
-
-    Args:
-        error: The error, with its traceback.
-        remedy: A sentence that says what to do if memory is full.
-    """
-    if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
-        return None
-    message, traceback_text = first_cause(error)
-    may_be_torch = isinstance(error, RuntimeError | AssertionError)
-    if isinstance(error, MemoryError) or (may_be_torch and _FULL.search(message)):
-        place = ""
-        for note in getattr(error, "__notes__", [])[:1]:
-            place = f" in {note}"
-        amount = re.search(
-            r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", message, re.I
-        )
-        if amount:
-            place += f": {amount[0]}"
-        return f"Out of memory{place}. {remedy}"
-    first_line = message.partition("\n")[0].rstrip(".") or type(error).__name__
-    kernels = _KERNELS.findall(traceback_text)
-    if kernels:
-        return f"{kernels[-1]} failed: {first_line}. Does its version fit torch and this machine?"
-    if may_be_torch and re.search(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b", first_line):
-        return f"The GPU failed: {first_line}. Does this build of torch fit the GPU and its driver?"
-    return None
-
-
-def first_cause(error: BaseException) -> tuple[str, str]:
-    """Returns message and traceback of an error, or of the first error in loading a tensor.
-
-    transformers reports such an error by another one, and keeps it in a local variable.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        loading_info = frame.f_locals.get("loading_info")
-        for report in getattr(loading_info, "conversion_errors", {}).values():
-            message_line = re.search(r"^[\w.]+: (.+)$", report, re.M)
-            if message_line:
-                return message_line[1], report
-            return report, report
-    return str(error), "".join(traceback.format_tb(error.__traceback__))

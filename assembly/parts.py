@@ -25,7 +25,7 @@ from transformers import (
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.prompts import answer_ends, default_template, without_idle_flags
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import device_error, first_cause
+from ..devices import device_error, first_cause
 from ..modeling_normalign_llava import (
     NormAlignLlavaForConditionalGeneration,
     NormAlignLlavaMultiModalProjector,

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import device_error, first_cause, is_panic
+from ..devices import device_error, first_cause
+from ..errors import is_panic
 from .files import ADAPTER_CONFIG, INDEX, WEIGHTS
 
 

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from ..checkpoint.files import finished_folder, lock_folder
 from ..console import Console, Printed
-from ..errors import NotWritable, device_error
+from ..devices import device_error
+from ..errors import NotWritable
 from ..keywords import takes_fields
 from ..models import ModelHandle, ModelOptions, resolve_model
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from normalign_llava.console import NOTICES, Console, Printed, escaped, hide_notices, printable
+from normalign_llava.devices import device_error
 from normalign_llava.errors import (
     NotWritable,
     check_installed,
-    device_error,
     exit_on_error,
     write_failure,
     writing_to,

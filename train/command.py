@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data.sources.arguments import DataArguments, option
-from ..errors import Terminated, check_installed
+from ..errors import check_installed
+from ..signals import Terminated
 from .elsewhere import ELSEWHERE, answer_for
 
 

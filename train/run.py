@@ -15,7 +15,7 @@ from trl import get_peft_config
 from ..console import Console
 from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
-from ..errors import Terminated
+from ..signals import Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
 from .keeping.summary import gib, read_dropped

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from normalign_llava.errors import Terminated
+from normalign_llava.signals import Terminated
 from normalign_llava.train.command import launch
 
 
