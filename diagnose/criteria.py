@@ -178,6 +178,7 @@ CRITERIA = {
 """Every threshold of a finding. docs/diagnose.md shows this table."""
 
 
-def combined(outcomes: list[str]) -> str:
-    """Returns the outcome of a claim about several effects: the least favourable one."""
+def outcome_of(effects: dict[str, Effect]) -> str:
+    """Returns the least favourable outcome of a claim's effects, by their names in `CRITERIA`."""
+    outcomes = [CRITERIA[name].outcome(effect) for name, effect in effects.items()]
     return min(outcomes, key=CHECKED.index)
