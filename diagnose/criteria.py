@@ -67,26 +67,20 @@ class Criterion:
         """Returns "agrees", "disagrees", "too small" or "unclear", by two standard errors."""
         if effect.error is None:
             return UNCLEAR
-        low = effect.value - ERRORS * effect.error
-        high = effect.value + ERRORS * effect.error
+        sign = -1 if self.relation == BELOW else 1  # "at most" is "at least" of what is negated
+        matters = sign * self.matters
+        low = sign * effect.value - ERRORS * effect.error
+        high = sign * effect.value + ERRORS * effect.error
         if self.relation == WITHIN:
-            if high <= self.matters:
+            if high <= matters:
                 return AGREES
-            return DISAGREES if low > self.matters else UNCLEAR
+            return DISAGREES if low > matters else UNCLEAR
         assert self.opposite is not None
-        if self.relation == ABOVE:
-            agrees = low >= self.matters
-            disagrees = high <= self.opposite
-            is_too_small = high < self.matters
-        else:
-            agrees = high <= self.matters
-            disagrees = low >= self.opposite
-            is_too_small = low > self.matters
-        if agrees:
+        if low >= matters:
             return AGREES
-        if disagrees:
+        if high <= sign * self.opposite:
             return DISAGREES
-        return TOO_SMALL if is_too_small else UNCLEAR
+        return TOO_SMALL if high < matters else UNCLEAR
 
 
 RQ1 = "RQ1: visual tokens that enter the projector are much larger than text."

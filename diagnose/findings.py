@@ -242,9 +242,7 @@ def _focus(report: Report, against: Report) -> Finding:
 
 def _relative_norm(norms: Moments | None, report: Report) -> Effect | None:
     """Returns the ratio of a mean norm to N_text or, if that is unknown, to text's in the data."""
-    reference = report.interface.vocabulary
-    if reference is None:
-        reference = report.interface.text
+    reference = report.interface.vocabulary or report.interface.text
     if norms is None or reference is None or not reference.mean:
         return None
     ratio = norms.mean / reference.mean
