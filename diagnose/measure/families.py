@@ -90,11 +90,11 @@ def find_parts(model: nn.Module) -> Parts:
         )
     projector_name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(projector_name)
-    paths = [path for path, module in model.named_modules() if module is projector]
+    modules = model.named_modules()
+    projector_path = next((path for path, module in modules if module is projector), None)
     projector_norm = None
     if family == "normalign_llava" and model.config.projector_norm != "none":
         projector_norm = inner.multi_modal_projector.norm
-    projector_path = paths[0] if paths else None
     return Parts(model, inner, decoder, projector_path, projector, projector_norm)
 
 

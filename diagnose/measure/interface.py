@@ -30,15 +30,12 @@ class InterfaceProbe:
 
     def __init__(self, parts: Parts):
         self._parts = parts
+        projector = parts.projector
+        # A table of visual embeddings (Ovis).
+        self._visual_table = projector if isinstance(projector, nn.Embedding) else None
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
         self.newline: Tensor | None = None
-
-    @property
-    def _visual_table(self) -> nn.Embedding | None:
-        """The projector, if it is a table of visual embeddings (Ovis)."""
-        projector = self._parts.projector
-        return projector if isinstance(projector, nn.Embedding) else None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,11 +52,10 @@ class InterfaceProbe:
         with ExitStack() as hooks:
             projector = self._parts.projector
             if projector is not None:
-                handle = projector.register_forward_hook(self._at_projector, with_kwargs=True)
-                hooks.enter_context(handle)
+                at_projector = self._at_projector
+                hooks.enter_context(projector.register_forward_hook(at_projector, with_kwargs=True))
             if self._parts.norm is not None:
-                handle = self._parts.norm.register_forward_pre_hook(self._at_norm)
-                hooks.enter_context(handle)
+                hooks.enter_context(self._parts.norm.register_forward_pre_hook(self._at_norm))
             hooks.callback(delattr, inner, "get_image_features")
             inner.get_image_features = get_and_measure
             yield
@@ -93,26 +89,19 @@ class InterfaceProbe:
         )
 
     def _at_features(self, output: Any) -> None:
+        """Measures the output of `get_image_features`, and finds the newlines in it."""
         rows = output.last_hidden_state
         if rows is not None:
             if rows.dim() == 4:  # a convolutional encoder's (images, d, height, width)
                 rows = rows.flatten(2).mT
             self._add("encoder_output", rows)
-        self.newline = self._find_newlines(output.pooler_output)
-
-    def _find_newlines(self, image_features: Any) -> Tensor | None:
-        """Returns which image tokens are learned newlines, or None if the model has none.
-
-        `image_features` are the features of each image, `(..., d)`. A newline is one of the base
-        model's own parameters.
-        """
         matches = []
         for parameter in self._parts.inner.parameters(recurse=False):
-            if parameter.dim() == 1:
-                tokens = torch.cat([features.flatten(0, -2) for features in image_features])
+            if parameter.dim() == 1:  # a newline is one of the base model's own parameters
+                tokens = torch.cat([features.flatten(0, -2) for features in output.pooler_output])
                 if len(parameter) == tokens.shape[-1]:
                     matches.append((tokens == parameter.to(tokens)).all(-1))
-        return torch.stack(matches).any(0) if matches else None
+        self.newline = torch.stack(matches).any(0) if matches else None
 
     def _at_projector(self, projector: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
