@@ -48,9 +48,9 @@ def write_page(
     for drawing in drawings:
         encoded = b64encode((folder / drawing.file).read_bytes()).decode()
         images[drawing.section].append((drawing, encoded))
-    left_out = list(report.left_out)
+    left_out = dict.fromkeys(report.left_out)
     if against is not None:
-        left_out += [reason for reason in against.left_out if reason not in left_out]
+        left_out |= dict.fromkeys(against.left_out)
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,

@@ -34,7 +34,7 @@ class RunningMoments:
     """
 
     def __init__(self):
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, squared deviations
+        self._state: Tensor | None = None  # count, mean and squared deviations of each group
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
         """Adds values, and returns the means by group of only these values.
@@ -57,16 +57,14 @@ class RunningMoments:
         squares = deviations.square().sum(-1)
         means_of_values = torch.where(count > 0, mean, math.nan)
         if self._state is not None:
-            previous_count, previous_mean, previous_squares = (
-                moments.to(count.device) for moments in self._state
-            )
+            previous_count, previous_mean, previous_squares = self._state.to(count.device)
             total_count = (previous_count + count).clamp(min=1)
             distance = mean - previous_mean
             squares_between = distance.square() * previous_count * count / total_count
             squares = previous_squares + squares + squares_between
             mean = previous_mean + distance * count / total_count
             count = previous_count + count
-        self._state = (count, mean, squares)
+        self._state = torch.stack([count, mean, squares])
         return means_of_values
 
     def results(self) -> Tensor:
@@ -75,7 +73,7 @@ class RunningMoments:
         Mean and deviation of a group without values are NaN.
         """
         assert self._state is not None
-        count, mean, squares = (moments.cpu().double() for moments in self._state)
+        count, mean, squares = self._state.cpu().double()
         std = (squares / count.clamp(min=1)).sqrt()
         moments = torch.stack([mean, std]).where(count > 0, math.nan)
         return torch.cat([moments, count[None]])

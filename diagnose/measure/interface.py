@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...assembly.gain import EmbeddingStatistics, counted_rows, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
@@ -70,7 +70,16 @@ class InterfaceProbe:
         stages = {stage: moments.result() for stage, moments in self._moments.items()}
         visual = received.get("visual")
         text = received.get("text")
-        scale = _scale(text, stages.get("text_raw"), config)
+        text_raw = stages.get("text_raw")
+        scale: float | None
+        if text is None or text_raw is None or not text_raw.mean:
+            scale = math.prod(embedding_scales(config.get_text_config()))
+        else:
+            scale = text.mean / text_raw.mean
+            # If rows are just multiplied by a factor, the deviation scales with the mean.
+            is_uniform = abs(text.std - scale * text_raw.std) <= 0.01 * text.mean
+            if not is_uniform:
+                scale = None
         stored_norms = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
         vocabulary = None if scale is None else _moments(scale * stored_norms)
         if self._visual_table is not None:
@@ -109,8 +118,7 @@ class InterfaceProbe:
             return
         if self._visual_table is None:
             registers = getattr(projector, "skipped_tokens", 0)  # not read, in this package's
-            if registers:
-                features = features[:, registers:]
+            features = features[:, registers:]
             self._add("projector_input", features)
         self._add("projector_output", output)
 
@@ -121,19 +129,6 @@ class InterfaceProbe:
         """Adds the norms of rows `(..., d)` at a stage."""
         norms = rows.to(widest(rows.device)).norm(dim=-1)
         self._moments[stage].add(norms.flatten())
-
-
-def _scale(text: Moments | None, stored: Moments | None, config: PreTrainedConfig) -> float | None:
-    """Returns the factor between the norms of text tokens as received and as stored.
-
-    Without text, it is taken from the configuration. Returns None if rows are not just multiplied
-    by a factor: the deviation then does not scale with the mean.
-    """
-    if text is None or stored is None or not stored.mean:
-        return math.prod(embedding_scales(config.get_text_config()))
-    scale = text.mean / stored.mean
-    is_uniform = abs(text.std - scale * stored.std) <= 0.01 * text.mean
-    return scale if is_uniform else None
 
 
 def _ratio(norms: Moments | None, reference: Moments | None) -> float | None:
