@@ -7,6 +7,7 @@ token differ by marker and lightness, and a baseline by dashes and hollow marker
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import degrees, isfinite
 from pathlib import Path
 from statistics import fmean
@@ -245,14 +246,14 @@ def dynamics(models: list[Shown]) -> Sketch:
         sharex=True,
         sharey=True,
     )
-    for model_panels, model in zip(panels, recording_models, strict=True):
-        for axes, modality in zip(model_panels, MODALITIES, strict=True):
-            for recorded in model.report.dynamics:
-                cosines = getattr(recorded, modality)
-                color = step_colors.to_rgba(recorded.step)
-                axes.plot(range(1, len(cosines) + 1), cosines, color=color, linewidth=1.3)
-            tidy(axes, "layer", "cosine similarity", f"{modality}, {model.label}")
-            axes.label_outer()
+    contents = product(recording_models, MODALITIES)
+    for axes, (model, modality) in zip(panels.flat, contents, strict=True):
+        for recorded in model.report.dynamics:
+            cosines = getattr(recorded, modality)
+            color = step_colors.to_rgba(recorded.step)
+            axes.plot(range(1, len(cosines) + 1), cosines, color=color, linewidth=1.3)
+        tidy(axes, "layer", "cosine similarity", f"{modality}, {model.label}")
+        axes.label_outer()
     figure.colorbar(
         step_colors,
         ax=panels,

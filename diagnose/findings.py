@@ -283,8 +283,8 @@ def _layers_rotating_less(report: Report) -> tuple[int, int]:
     """
     visual_angles = report.depth.rotation["visual"].mean[:-1]
     text_angles = report.depth.rotation["text"].mean[:-1]
-    is_less = [visual < text for visual, text in zip(visual_angles, text_angles, strict=True)]
-    return sum(is_less), len(is_less)
+    is_less = np.less(visual_angles, text_angles)
+    return int(is_less.sum()), len(is_less)
 
 
 def _distance(report: Report, quantity: str) -> Effect | None:
