@@ -142,14 +142,13 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
         base_quantization=options.base_quantization,
     )
     handles = [model]
-    names = [options.name or model.name]
+    name = options.name or model.name
     if options.against is not None:
         baseline = resolve_model(options.against, trust_remote_code=options.trust_remote_code)
         handles.append(baseline)
         baseline_name = options.against_name or baseline.name
-        if baseline_name == names[0]:
+        if baseline_name == name:
             baseline_name = f"other {baseline_name}"
-        names.append(baseline_name)
     for handle in handles:
         require_processor(handle)
     with finished_folder(options.folder, _written) as staging:
@@ -160,10 +159,11 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
             image_folder=options.image_folder,
             columns=options.columns,
         )
-        report = _measure(handles[0], names[0], staging / "image", options, drawn)
+        report = _measure(model, name, staging / "image", options, drawn)
         against = None
-        if len(handles) == 2:
-            against = _measure(handles[1], names[1], staging / "baseline_image", options, drawn)
+        if options.against is not None:
+            baseline_images = staging / "baseline_image"
+            against = _measure(baseline, baseline_name, baseline_images, options, drawn)
         drawings = draw(report, against, staging)
         provenance = _provenance(options, handles)
         provenance["first question"] = drawn.samples[0].question

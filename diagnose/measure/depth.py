@@ -231,18 +231,19 @@ class DepthProbe:
     def _after_layer(
         self, layer_index: int, layer: Any, args: tuple, kwargs: dict, output: Any
     ) -> None:
-        assert self._pass is not None
+        forward_pass = self._pass
+        assert forward_pass is not None
         layer_input = args[0] if args else kwargs["hidden_states"]
         layer_output = output[0] if isinstance(output, tuple) else output
         before = _rows(layer_input, layer_output.device)
         after = _rows(layer_output, layer_output.device)
-        masks = self._pass.masks.to(after.device)
+        masks = forward_pass.masks.to(after.device)
         measured, defined = quantities(before, after)
         means_by_kind = self._steps[layer_index].add(measured, masks.unsqueeze(1) & defined)
-        self._pass.rotations.append(means_by_kind[:, ROTATION])
-        if self._pass.last_input is not None:
-            self._add_cosine(layer_index - 1, masks, self._pass.last_input, before)
-        self._pass.last_input = before
+        forward_pass.rotations.append(means_by_kind[:, ROTATION])
+        if forward_pass.last_input is not None:
+            self._add_cosine(layer_index - 1, masks, forward_pass.last_input, before)
+        forward_pass.last_input = before
         if layer_index == len(self._layers) - 1:
             self._add_cosine(layer_index, masks, before, after)
             norm = after.norm(dim=-1)
@@ -251,7 +252,7 @@ class DepthProbe:
             defined = torch.stack([torch.ones_like(is_positive), is_positive])
             self._last_state.add(norm_and_logarithm, masks.unsqueeze(1) & defined)
             # The rotation of visual tokens over text's in this pass, without the last layer.
-            rotations = [means.to(after.device) for means in self._pass.rotations[:-1]]
+            rotations = [means.to(after.device) for means in forward_pass.rotations[:-1]]
             if rotations:
                 total = torch.stack(rotations).sum(0)
                 ratio = (total[KINDS.index("visual")] / total[KINDS.index("text")]).view(1)
