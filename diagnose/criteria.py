@@ -90,7 +90,6 @@ UPDATES = "Section 3.1: updates of both have the same size and angle to the stat
 BOTTOM = "Appendix G: without the norm, text looks at the bottom of the image."
 NEARNESS = "Figures 4a, 4b: with the norm, norms and rotations of both are nearer to each other."
 FOCUS = "Appendix G: with the norm, attention to the image is less diffuse."
-CLAIMS = (RQ1, RQ2, RQ3, UPDATES, BOTTOM, NEARNESS, FOCUS)
 
 MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order. Its smallest ratio is 5.6."
 SAME_AS_CRITICAL = "`normalign gain --critical` has the same limit."
