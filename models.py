@@ -5,7 +5,6 @@ Diagnosing, evaluating and asking open models here.
 """
 
 import inspect
-from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,9 +161,9 @@ def resolve_model(
     if base or base_quantization:
         raise ValueError(f"{name} is not an adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
-    remote_classes: Mapping[str, Any] = {}
-    if opened.model_type not in CONFIG_MAPPING:
-        remote_classes = opened.stored.get("auto_map", {})
+    remote_classes = opened.stored.get("auto_map", {})
+    if opened.model_type in CONFIG_MAPPING:
+        remote_classes = {}
     if remote_classes and not trust_remote_code:
         raise ValueError(
             f"{name} is a {opened.model_type!r} model. transformers does not know it, and it comes "
@@ -172,7 +171,16 @@ def resolve_model(
         )
     opened = replace(opened, trust_remote_code=bool(remote_classes))
     config = opened.config
-    model_class = _require_model_class(name, config, remote_classes)
+    model_classes = []
+    for auto_class, mapping in MODEL_CLASSES.items():
+        if auto_class.__name__ in remote_classes or type(config) in mapping:
+            model_classes.append(auto_class)
+    if not model_classes:
+        raise ValueError(
+            f"{name} is a {config.model_type!r} model. Give a vision-language model "
+            "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
+        )
+    model_class = model_classes[0]
     is_remote_multimodal = bool(remote_classes) and "vision_config" in opened.stored
     processor = None
     if config.model_type == NormAlignLlavaConfig.model_type:
@@ -190,19 +198,6 @@ def require_processor(handle: ModelHandle) -> ProcessorMixin:
             f"`normalign gain {handle.checkpoint.name}` measures a language model's embeddings."
         )
     return handle.processor
-
-
-def _require_model_class(
-    name: str, config: PreTrainedConfig, remote_classes: Container[str]
-) -> Any:
-    """Returns the Auto class that loads a model. Raises ValueError if none of ours does."""
-    for auto_class, mapping in MODEL_CLASSES.items():
-        if auto_class.__name__ in remote_classes or type(config) in mapping:
-            return auto_class
-    raise ValueError(
-        f"{name} is a {config.model_type!r} model. Give a vision-language model "
-        "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
-    )
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Self
+from typing import Any
 
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, constants
@@ -36,6 +36,7 @@ SAMPLES = "samples.jsonl"  # answers to held-out rows in training
 RECORDS = (TRAINING_RECORD, BUILD_RECORD, DYNAMICS)
 STATE = "trainer_state.json"  # the Trainer's state, with the log
 LOCK = ".normalign.lock"
+REPLACED = ".replaced"  # an earlier folder, while another takes its place
 _locked_folders: set[Path] = set()  # by this process
 
 
@@ -160,9 +161,8 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     """
     target = Path(target)
     complete_or_remove_unfinished(target)
-    with _Replacement.claim(target) as replacement:
-        yield replacement.new
-        replacement.commit()
+    with _replacing(target) as partial_file:
+        yield partial_file
 
 
 @contextmanager
@@ -192,15 +192,14 @@ def finished_folder(
     problem = _problem_with_earlier(target, replaceable)
     if problem:
         raise ValueError(f"{problem} Choose another folder, or move that away first.")
-    with _Replacement.claim(target) as replacement:
-        replacement.new.mkdir()
-        yield replacement.new
+    with _replacing(target) as new_folder:
+        new_folder.mkdir()
+        yield new_folder
         problem = _problem_with_earlier(target, replaceable)
         if problem:
-            kept_folder = target.with_name(f"{target.name}-{replacement.folder.name[-8:]}")
-            os.replace(replacement.new, kept_folder)
+            kept_folder = target.with_name(f"{target.name}-{new_folder.parent.name[-8:]}")
+            os.replace(new_folder, kept_folder)
             raise FileExistsError(f"{problem} What was made is in {kept_folder}.")
-        replacement.commit()
 
 
 def _problem_with_earlier(
@@ -217,62 +216,33 @@ def _problem_with_earlier(
     return f"{target} holds {min(foreign_names)}. It is not overwritten."
 
 
-class _Replacement:
-    """A file or folder that is made in a temporary folder beside its place, and then moved there.
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """Yields a path in a temporary folder beside `target`: what is made there becomes `target`.
 
-    A folder that is there already is moved into the temporary folder first. If the process is
-    killed between these two moves, the next one that makes `target` does the second one: see
-    [`complete_or_remove_unfinished`].
-
-    Attributes:
-        target: The place.
-        folder: The temporary folder.
-        new: The path to write to, in it.
+    If the block ends with an error, it is removed. A folder that is there already is moved into the
+    temporary folder first. If the process is killed between these two moves, the next one that
+    makes `target` does the second one: see [`complete_or_remove_unfinished`].
     """
-
-    def __init__(self, target: Path, folder: Path):
-        self.target = target
-        self.folder = folder
-        self.new = folder / target.name
-        self._old = folder / ".replaced"
-
-    @classmethod
-    @contextmanager
-    def claim(cls, target: Path) -> Iterator[Self]:
-        """Makes and locks a temporary folder. At the end of the block, it is removed."""
-        with writing_to(target.parent):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-            replacement = cls(target, folder)
-            try:
-                with lock_folder(folder):
-                    yield replacement
-            finally:
-                replacement.abort()
-
-    def commit(self) -> None:
-        """Moves what was made to its place."""
-        if self.new.is_dir() and self.target.exists():
-            os.replace(self.target, self._old)
-        os.replace(self.new, self.target)
-
-    def abort(self) -> None:
-        """Removes the temporary folder. A commit that moved the earlier folder is completed."""
-        if self._old.exists() and not self.target.exists():
-            os.replace(self.new, self.target)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def has_only_our_files(self) -> bool:
-        """Whether the folder holds what `claim` and `commit` put there, but not only a lock."""
-        if self.folder.is_symlink() or not self.folder.is_dir():
-            return False
+    with writing_to(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        new = folder / target.name
         try:
-            names_inside = {path.name for path in self.folder.iterdir()}
-        except OSError:  # another user's, or removed by now
-            return False
-        if names_inside <= {LOCK}:  # the process that made it may be about to take the lock
-            return False
-        return names_inside <= {self.new.name, self._old.name, LOCK}
+            with lock_folder(folder):
+                yield new
+                if new.is_dir() and target.exists():
+                    os.replace(target, folder / REPLACED)
+                os.replace(new, target)
+        finally:
+            _complete_or_remove(target, folder)
+
+
+def _complete_or_remove(target: Path, folder: Path) -> None:
+    """Removes a temporary folder. If `target` was moved into it, the new one takes its place."""
+    if (folder / REPLACED).exists() and not target.exists():
+        os.replace(folder / target.name, target)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def complete_or_remove_unfinished(target: Path) -> list[Path]:
@@ -285,8 +255,13 @@ def complete_or_remove_unfinished(target: Path) -> list[Path]:
     """
     locks_in_use = []
     for folder in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
-        unfinished = _Replacement(target, folder)
-        if not unfinished.has_only_our_files():
+        try:
+            names_inside = {path.name for path in folder.iterdir()}
+        except OSError:  # a file, another user's, or removed by now
+            continue
+        if folder.is_symlink() or not names_inside <= {target.name, REPLACED, LOCK}:
+            continue
+        if names_inside <= {LOCK}:  # the process that made it may be about to take the lock
             continue
         lock = FileLock(folder / LOCK, thread_local=False)
         try:
@@ -295,7 +270,7 @@ def complete_or_remove_unfinished(target: Path) -> list[Path]:
             locks_in_use.append(folder / LOCK)
             continue
         lock.release()
-        unfinished.abort()
+        _complete_or_remove(target, folder)
     return locks_in_use
 
 
@@ -307,8 +282,13 @@ def check_not_in_run(folder: Path) -> None:
     """
     folder = folder.resolve()
     for checkpoint in (folder, *folder.parents):
+        if not re.match(r"checkpoint-\d", checkpoint.name):
+            continue
+        # A folder of a run has a trained model, or checkpoints, whatever the name of this one is.
         run_folder = checkpoint.parent
-        if not re.match(r"checkpoint-\d", checkpoint.name) or not _is_run(run_folder, checkpoint):
+        evidence = [run_folder / name for name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE)]
+        evidence += [path / STATE for path in (checkpoint, *run_folder.glob("checkpoint-*"))]
+        if not any(file.is_file() for file in evidence):
             continue
         relation = "is named as"
         if checkpoint != folder:
@@ -318,16 +298,6 @@ def check_not_in_run(folder: Path) -> None:
             f"and would try to resume from it. Choose a folder outside {run_folder}, or another "
             "name in it."
         )
-
-
-def _is_run(folder: Path, candidate: Path) -> bool:
-    """Whether a folder holds a trained model or checkpoints of a run.
-
-    The folder `candidate` counts as a checkpoint whatever its name is.
-    """
-    evidence = [folder / file_name for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE)]
-    evidence += [path / STATE for path in (candidate, *folder.glob("checkpoint-*"))]
-    return any(file.is_file() for file in evidence)
 
 
 def json_or_none(path: Path) -> Any:

@@ -33,6 +33,7 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _TEXTS = ("", ".txt", ".md", ".rst")
+# Where `place_of` puts notices.
 _CARRIED = re.compile(r"notices/(vision|language)/[-\w. ]+")
 
 
@@ -73,7 +74,10 @@ def fetch_notices(
     named_paths = (build or {}).get("notices")
     if not isinstance(named_paths, list):
         return {}
-    chosen_paths = [path for path in named_paths if isinstance(path, str) and _is_carried(path)]
+    chosen_paths = []
+    for path in named_paths:
+        if isinstance(path, str) and _CARRIED.fullmatch(path) and _is_notice(Path(path).name):
+            chosen_paths.append(path)
     return _fetch_contents(name, chosen_paths, revision)
 
 
@@ -96,11 +100,6 @@ def _is_notice(name: str) -> bool:
     suffix = Path(name).suffix
     is_text = suffix.lower() in _TEXTS or suffix[1:].isdigit() or suffix.isupper()
     return is_text and _NAME.fullmatch(name) is not None
-
-
-def _is_carried(path: str) -> bool:
-    """Whether [`place_of`] puts a notice at a path."""
-    return _CARRIED.fullmatch(path) is not None and _is_notice(Path(path).name)
 
 
 def _fetch_contents(name: str, paths: list[str], revision: str | None) -> dict[str, bytes]:

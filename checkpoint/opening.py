@@ -118,7 +118,13 @@ class Checkpoint:
                 preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
             if kind == "image processor" and isinstance(error, OSError):
-                self._check_image_processor_exists(remedy)
+                folder = Path(self.name)
+                file_names = ("preprocessor_config.json", "processor_config.json")
+                if folder.is_dir() and not any((folder / name).exists() for name in file_names):
+                    raise FileNotFoundError(
+                        f"{folder} has no image processor: preprocessor_config.json is missing. "
+                        f"{remedy}"
+                    ) from error
             for package in ("torchvision", "num2words"):
                 if package in str(error).lower():  # in several wordings
                     check_installed(package, "vision", f"The {kind} of {self.name}")
@@ -126,15 +132,6 @@ class Checkpoint:
         if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return preprocessor
-
-    def _check_image_processor_exists(self, remedy: str) -> None:
-        """Raises FileNotFoundError if a folder has no file that describes an image processor."""
-        folder = Path(self.name)
-        file_names = ("preprocessor_config.json", "processor_config.json")
-        if folder.is_dir() and not any((folder / name).exists() for name in file_names):
-            raise FileNotFoundError(
-                f"{folder} has no image processor: preprocessor_config.json is missing. {remedy}"
-            )
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -219,7 +216,7 @@ class Checkpoint:
                 f"says: {'; '.join(misfits[:10])}. {AGAIN}"
             )
 
-    def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    def without_weights(self, cls: Any, config: PreTrainedConfig | None) -> PreTrainedModel:
         """Returns the model that [`load`] makes, on meta. Raises ValueError if that fails."""
         options = {"trust_remote_code": True} if self.trust_remote_code else {}
         with refuse_unreadable(f"The configuration of {self.name}"), torch.device("meta"):
@@ -330,13 +327,11 @@ def hub_dataset(name: str) -> dict[str, Any]:
 
 def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """Reads the JSON object in a file of a checkpoint. Returns None if there is not one."""
-    files: list[Path] = []
     with suppress(*FAILURES):
-        files = fetch_files(checkpoint, [name], revision)
-    for file in files:
-        content = json_or_none(file)
-        if isinstance(content, dict):
-            return content
+        for file in fetch_files(checkpoint, [name], revision):
+            content = json_or_none(file)
+            if isinstance(content, dict):
+                return content
     return None
 
 

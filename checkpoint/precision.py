@@ -81,7 +81,7 @@ def compute_dtype() -> torch.dtype:
     return torch.float16 if device == "cuda" else torch.float32
 
 
-def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
+def four_bits(model: PreTrainedModel, dtype: str | torch.dtype) -> BitsAndBytesConfig:
     """Returns how to load a model with its decoder's layers in 4 bits, as in training.
 
     Args:
@@ -119,7 +119,7 @@ def quantization_name(settings: dict[str, Any] | None, *, products: bool = True)
     return text
 
 
-def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> None:
+def warn_if_slow(dtype: str | torch.dtype | None, device: str) -> None:
     """Warns if a precision that was asked for is slow on this device."""
     dtype_name = _name(dtype)
     if dtype_name in HALVES and not half_precision_pays(HALVES[dtype_name], device):

@@ -215,7 +215,7 @@ def fix_date(processor: LlavaProcessor) -> None:
     """Makes prompts the same on any day: see [`with_fixed_date`]."""
     template = processor.chat_template
     if isinstance(template, str) and asks_for_the_date(template):
-        processor.chat_template = with_fixed_date(template)
+        processor.chat_template = _FIXED_DATE + template
         processor.tokenizer.chat_template = processor.chat_template
 
 

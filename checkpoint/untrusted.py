@@ -60,7 +60,13 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
             file to read, or there is a model and an adapter.
         OSError: The Hub cannot be reached.
     """
-    _check_links(Path(checkpoint))
+    folder = Path(checkpoint)
+    # No link may lead out of the folder, since records are copied and written there.
+    for parent, folders, file_names in os.walk(str(folder)):
+        for file_name in (*folders, *file_names):
+            _check_inside(Path(parent, file_name), folder)
+        # Hidden folders, such as .git and .venv, are not searched.
+        folders[:] = [name for name in folders if not name.startswith(".")]
     setting_files = fetch_files(checkpoint, _SETTINGS, revision)
     settings = {file.name: json_object(file.read_bytes(), str(file)) for file in setting_files}
     if "config.json" in settings and ADAPTER_CONFIG in settings:
@@ -68,7 +74,7 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
             f"{checkpoint} has both config.json and {ADAPTER_CONFIG}. In a copy, remove the one "
             "that you do not want to use."
         )
-    named_code = [*_own_code(Path(checkpoint), settings), *_kernels(settings)]
+    named_code = list(_named_code(folder, settings))
     if named_code:
         raise ValueError(
             f"{checkpoint} requests custom code: {', '.join(named_code)}. None of it was run. "
@@ -83,36 +89,23 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
     return settings.get("config.json", {})
 
 
-def _check_links(folder: Path) -> None:
-    """Raises ValueError for a link out of a folder, since records are copied and written there."""
-    for parent, folders, file_names in os.walk(str(folder)):
-        for file_name in (*folders, *file_names):
-            _check_inside(Path(parent, file_name), folder)
-        # Hidden folders, such as .git and .venv, are not searched.
-        folders[:] = [name for name in folders if not name.startswith(".")]
-
-
-def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the places that name code in the checkpoint."""
+def _named_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
+    """Yields the places that name code in the checkpoint or on the Hub."""
     adapter_config = settings.get(ADAPTER_CONFIG, {})
     if adapter_config.get("megatron_config"):
         yield f"megatron_core in {ADAPTER_CONFIG}"
     model_type = settings.get("config.json", {}).get("model_type")
-    is_ours = model_type == NormAlignLlavaConfig.model_type or adapter_config
-    if not is_ours:  # other models may name their code, but it is not run
-        return
-    if "model_file" in settings.get("config.json", {}):
-        yield "model_file in config.json"  # MLX-VLM runs this file, without asking
-    # config.json names the model's code. Processor and generation are transformers' own.
-    for file_name in sorted(settings.keys() - {"config.json"}):
-        if "auto_map" in dict(_nested_items(settings[file_name])):
-            yield f"auto_map in {file_name}"
-    if (folder / "custom_generate").exists():
-        yield "custom_generate"
-
-
-def _kernels(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the settings that name code on the Hub for the package `kernels` to fetch and run."""
+    # Other models may name their code, but it is not run.
+    if model_type == NormAlignLlavaConfig.model_type or adapter_config:
+        if "model_file" in settings.get("config.json", {}):
+            yield "model_file in config.json"  # MLX-VLM runs this file, without asking
+        # config.json names the model's code. Processor and generation are transformers' own.
+        for file_name in sorted(settings.keys() - {"config.json"}):
+            if "auto_map" in dict(_nested_items(settings[file_name])):
+                yield f"auto_map in {file_name}"
+        if (folder / "custom_generate").exists():
+            yield "custom_generate"
+    # The package `kernels` would fetch and run code of the Hub.
     for file_name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
         for setting, setting_value in _nested_items(settings.get(file_name)):
             if "_implementation" in setting and "/" in str(setting_value):
@@ -152,7 +145,7 @@ def fetch_checked_weights(
             "can run code: load the model where you trust it, and save it again."
         )
     for file in weights:
-        _check_inside(file)
+        _check_inside(file, file.parent)
         with refuse_unreadable(str(file)), safe_open(file, "pt"):
             pass
     return weights
@@ -174,11 +167,10 @@ def _names_in_index(index: Path, choose_tensor: Callable[[Iterable[str]], str] |
     return sorted(set(file_names))
 
 
-def _check_inside(file: Path, folder: Path | None = None) -> None:
-    """Raises ValueError for a pipe, a device, or a link out of `folder`, by default the file's."""
+def _check_inside(file: Path, folder: Path) -> None:
+    """Raises ValueError for a pipe, a device, or a link out of `folder`."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
-    folder = folder or file.parent
     if not is_inside(file, folder.resolve()):
         raise ValueError(
             f"{file} is a link out of its folder, to {os.path.realpath(file)}. Remove it, or copy "

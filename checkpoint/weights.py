@@ -133,9 +133,11 @@ def write_weights(
     linked = linked or {}
     if values is None:
         values = layout.items()
+    weight_map: dict[str, str] = {}
     writers: dict[str, SafetensorsWriter] = {}
     with ExitStack() as opened:
         for file_name, tensor_names in shards.items():
+            weight_map |= dict.fromkeys(tensor_names, file_name)
             partial_file = opened.enter_context(atomic_write(folder / file_name))
             if file_name in linked:
                 _link(linked[file_name], partial_file)
@@ -148,7 +150,12 @@ def write_weights(
                 writers.pop(tensor_name).write(tensor_name, value)
         if writers:
             raise ValueError(f"{len(writers)} tensors have no value, among them {min(writers)}.")
-    _write_index(folder, layout, shards)
+    total_sizes = {
+        "total_parameters": sum(map(Tensor.numel, layout.values())),
+        "total_size": size_of(layout),
+    }
+    index = {"metadata": total_sizes, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX, index)
     for earlier_file in (folder / WEIGHTS, *folder.glob("model-*.safetensors")):
         if earlier_file.name not in shards:
             earlier_file.unlink(missing_ok=True)
@@ -160,20 +167,6 @@ def _link(file: Path, target: Path) -> None:
         os.link(os.path.realpath(file), target)
     except OSError:
         shutil.copy2(file, target)
-
-
-def _write_index(
-    folder: Path, layout: Mapping[str, Tensor], shards: Mapping[str, list[str]]
-) -> None:
-    weight_map: dict[str, str] = {}
-    for file_name, tensor_names in shards.items():
-        weight_map |= dict.fromkeys(tensor_names, file_name)
-    total_sizes = {
-        "total_parameters": sum(tensor.numel() for tensor in layout.values()),
-        "total_size": size_of(layout),
-    }
-    index = {"metadata": total_sizes, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
 
 
 def reusable_files(

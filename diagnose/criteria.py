@@ -67,26 +67,20 @@ class Criterion:
         """Returns "agrees", "disagrees", "too small" or "unclear", by two standard errors."""
         if effect.error is None:
             return UNCLEAR
-        low = effect.value - ERRORS * effect.error
-        high = effect.value + ERRORS * effect.error
+        sign = -1 if self.relation == BELOW else 1  # "at most" is "at least" of what is negated
+        matters = sign * self.matters
+        low = sign * effect.value - ERRORS * effect.error
+        high = sign * effect.value + ERRORS * effect.error
         if self.relation == WITHIN:
-            if high <= self.matters:
+            if high <= matters:
                 return AGREES
-            return DISAGREES if low > self.matters else UNCLEAR
+            return DISAGREES if low > matters else UNCLEAR
         assert self.opposite is not None
-        if self.relation == ABOVE:
-            agrees = low >= self.matters
-            disagrees = high <= self.opposite
-            is_too_small = high < self.matters
-        else:
-            agrees = high <= self.matters
-            disagrees = low >= self.opposite
-            is_too_small = low > self.matters
-        if agrees:
+        if low >= matters:
             return AGREES
-        if disagrees:
+        if high <= sign * self.opposite:
             return DISAGREES
-        return TOO_SMALL if is_too_small else UNCLEAR
+        return TOO_SMALL if high < matters else UNCLEAR
 
 
 RQ1 = "RQ1: visual tokens that enter the projector are much larger than text."
@@ -96,7 +90,6 @@ UPDATES = "Section 3.1: updates of both have the same size and angle to the stat
 BOTTOM = "Appendix G: without the norm, text looks at the bottom of the image."
 NEARNESS = "Figures 4a, 4b: with the norm, norms and rotations of both are nearer to each other."
 FOCUS = "Appendix G: with the norm, attention to the image is less diffuse."
-CLAIMS = (RQ1, RQ2, RQ3, UPDATES, BOTTOM, NEARNESS, FOCUS)
 
 MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order. Its smallest ratio is 5.6."
 SAME_AS_CRITICAL = "`normalign gain --critical` has the same limit."
@@ -178,6 +171,7 @@ CRITERIA = {
 """Every threshold of a finding. docs/diagnose.md shows this table."""
 
 
-def combined(outcomes: list[str]) -> str:
-    """Returns the outcome of a claim about several effects: the least favourable one."""
+def outcome_of(effects: dict[str, Effect]) -> str:
+    """Returns the least favourable outcome of a claim's effects, by their names in `CRITERIA`."""
+    outcomes = [CRITERIA[name].outcome(effect) for name, effect in effects.items()]
     return min(outcomes, key=CHECKED.index)

@@ -89,7 +89,13 @@ def load_samples(
     candidates: Iterable[Sample]
     if data is None:
         data_name = "easy-VQA and emoji"
-        candidates = _held_out_samples(generator)
+        questions = held_out(per_kind=100)  # fetches their images the first time
+        generator.shuffle(questions)
+        candidates = []
+        for question in questions:
+            name = f"{question.kind} ({question.image.name})"
+            stored = {"path": str(question.image), "bytes": None}
+            candidates.append(Sample(name, question.text, stored))
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
         data_name = label_of_data(data, source)
@@ -131,17 +137,6 @@ def batches(
         yield dict(inputs)
 
 
-def _held_out_samples(rng: random.Random) -> list[Sample]:
-    """Returns the built-in questions in random order. Fetches their images the first time."""
-    questions = held_out(per_kind=100)
-    rng.shuffle(questions)
-    samples = []
-    for question in questions:
-        name = f"{question.kind} ({question.image.name})"
-        samples.append(Sample(name, question.text, {"path": str(question.image), "bytes": None}))
-    return samples
-
-
 def _read_shuffled(
     source: Source, limit: int, rng: random.Random
 ) -> Iterable[tuple[str, int, Any]]:
@@ -159,9 +154,10 @@ def _read_shuffled(
 def _samples_of_rows(
     rows: Iterable[tuple[str, int, Any]], source: Source, label: str
 ) -> Iterator[Sample]:
-    """Yields the samples of the rows that have an image. Raises ValueError for a bad row.
+    """Yields the samples of the rows that have an image: the first one, and the question about it.
 
-    `label` is the name of the data.
+    `label` is the name of the data. Raises ValueError for a row whose image cannot be used, or that
+    has an image without a question.
     """
     for origin, number, raw in rows:
         name = row_name(label, source, origin, number)
@@ -170,33 +166,20 @@ def _samples_of_rows(
             if "://" in image_file or os.path.isabs(image_file):
                 image_file = image_file.rpartition("/")[2]
             name = f"{name} ({image_file})"
-        sample = _require_usable(name, raw, source)
-        if sample is not None:
-            yield sample
-
-
-def _require_usable(name: str, raw: Any, source: Source) -> Sample | None:
-    """Returns a row's first image and the question about it, or None without an image.
-
-    Raises ValueError if the row has an image, but cannot be used.
-    """
-    try:
-        row = read_row_with_proposal(raw)
-        if not row.images:
-            return None
-        image = source.rules.image(row.images[0])
-        if image["bytes"] is None:
-            source.rules.check_file(image["path"])
-    except ValueError as error:
-        has_image = not isinstance(raw, Mapping) or raw.get("image") or raw.get("images")
-        if not has_image and not unread_image(raw, []):
-            return None
-        raise ValueError(f"{name} cannot be used: {error}.") from error
-    question = ""
-    for turn in row.messages:
-        if turn["role"] == "user":
-            question = printable(text_of(turn))
-            break
-    if not question:
-        raise ValueError(f"{name} has no question. It has the columns {filled_columns(raw)}.")
-    return Sample(name, question, image)
+        try:
+            row = read_row_with_proposal(raw)
+            if not row.images:
+                continue
+            image = source.rules.image(row.images[0])
+            if image["bytes"] is None:
+                source.rules.check_file(image["path"])
+        except ValueError as error:
+            has_image = not isinstance(raw, Mapping) or raw.get("image") or raw.get("images")
+            if not has_image and not unread_image(raw, []):
+                continue
+            raise ValueError(f"{name} cannot be used: {error}.") from error
+        texts = (text_of(turn) for turn in row.messages if turn["role"] == "user")
+        question = printable(next(texts, ""))
+        if not question:
+            raise ValueError(f"{name} has no question. It has the columns {filled_columns(raw)}.")
+        yield Sample(name, question, image)

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a report, as PNG."""
+"""The figures of a report, as PNG.
+
+Colours are Okabe and Ito's: colour-blind readers can tell them apart. In grey print, kinds of
+token differ by marker and lightness, and a baseline by dashes and hollow markers.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from math import degrees, isfinite
 from pathlib import Path
 from statistics import fmean
@@ -13,14 +19,32 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
-from . import style
-from .report import Attention, Depth, Drawing, Moments, Report, number
-from .style import COLORS, MARKERS, MUTED, Shown, Sketch
+from .report import Attention, Drawing, Moments, Report, number
 
 
-Answers = list[tuple[Shown, Attention]]  # of the models that were asked a question
+WIDTH = 7.5  # of a figure, in inches
+DPI = 150
+COLORS = {
+    "visual": "#E69F00",
+    "text": "#0072B2",
+    "special": "#CC79A7",
+    "newline": "#009E73",
+    "indicator": "#D55E00",
+}
+MARKERS = {
+    "visual": "o",
+    "text": "s",
+    "special": "D",
+    "newline": "^",
+    "indicator": "v",
+}
+MUTED = "#808080"
+
+Sketch = tuple[Figure, Drawing]  # not yet written, with file name, title and caption
 
 MODALITIES = ("visual", "text")
 # Wide under narrow, so that curves that coincide can all be seen.
@@ -45,6 +69,28 @@ STAGES = {
 """For each field of `Interface`, the kind of its tokens and its label, in the tokens' order."""
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A model in the figures: its report, its label in legends, and whether it is the baseline."""
+
+    report: Report
+    label: str
+    baseline: bool = False
+
+    def face(self, color: str) -> str:
+        """Returns the colour of a marker's face."""
+        return "white" if self.baseline else color
+
+
+def shown(report: Report, against: Report | None) -> list[Shown]:
+    """Returns the models, the baseline first as in the paper, with names that can be drawn."""
+    model = Shown(report, elide(drawable(report.model), 30))
+    if against is None:
+        return [model]
+    name = elide(drawable(against.model), 30)
+    return [Shown(against, f"{name} (baseline)", baseline=True), model]
+
+
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     """Writes the figures of the reports into the folder `output`.
 
@@ -53,13 +99,13 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     Returns:
         The drawings in reading order.
     """
-    models = style.shown(report, against)
+    models = shown(report, against)
     sketches = [interface(models), norms(models), cosine(models), rotation(models)]
     if any(model.report.dynamics for model in models):
         sketches.append(dynamics(models))
     sketches += attention(models, output)
     for figure, drawing in sketches:
-        figure.savefig(output / drawing.file, format="png", dpi=style.DPI)
+        figure.savefig(output / drawing.file, dpi=DPI)
     return [drawing for _, drawing in sketches]
 
 
@@ -72,9 +118,9 @@ def interface(models: list[Shown]) -> Sketch:
             stages.append(stage)
     ratios = [model.report.interface.ratio for model in models]
     sentence = "Visual tokens enter with {} the norm of text embeddings"
-    title = style.ratio_title(ratios, sentence, "L2 norms at the interface")
+    title = ratio_title(ratios, sentence, "L2 norms at the interface")
     row_height = 0.25 + 0.17 * (len(models) - 1)
-    figure = style.new_figure(1.3 + row_height * len(stages), title)
+    figure = new_figure(1.3 + row_height * len(stages), title)
     axes = figure.subplots()
     for model in models:  # the legend has a grey marker for each
         axes.plot(
@@ -85,7 +131,7 @@ def interface(models: list[Shown]) -> Sketch:
             label=model.label,
         )
     _draw_stages(axes, models, stages)
-    style.log_scale(axes, "x")
+    log_scale(axes, "x")
     text_norm = _positive_moments(models[-1], "vocabulary")
     if text_norm is not None:
         axes.axvline(
@@ -98,9 +144,9 @@ def interface(models: list[Shown]) -> Sketch:
     stage_labels = [STAGES[stage][1] for stage in stages]
     axes.set_yticks(range(len(stages)), stage_labels)
     axes.set_ylim(len(stages) - 0.5, -0.5)
-    style.tidy(axes, "L2 norm (logarithmic)", "")
+    tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
-    style.legend(figure, axes, 2)
+    legend(figure, 2)
     caption = "Mean and standard deviation of norms (tables 1 to 3). The dotted line is N_text."
     return figure, Drawing("interface.png", "Norms at the interface", caption, "interface")
 
@@ -114,7 +160,10 @@ def _positive_moments(model: Shown, stage: str) -> Moments | None:
 
 
 def _draw_stages(axes: Axes, models: list[Shown], stages: list[str]) -> None:
-    """Draws a row for each stage, with each model at another height, and sets the axis' limits."""
+    """Draws a row for each stage, with each model at another height, and sets the axis' limits.
+
+    A model's mean norm has its deviation as a bar, and its number beside it.
+    """
     lower_ends = []
     upper_ends = []
     middle = (len(models) - 1) / 2
@@ -125,35 +174,31 @@ def _draw_stages(axes: Axes, models: list[Shown], stages: list[str]) -> None:
                 lower_ends.append(max(moments.mean - moments.std, moments.mean / 2))
                 upper_ends.append(moments.mean + moments.std)
                 height = stage_index + 0.34 * (model_index - middle)
-                _draw_norm(axes, height, moments, STAGES[stage][0], model)
+                kind, _ = STAGES[stage]
+                axes.errorbar(
+                    moments.mean,
+                    height,
+                    xerr=moments.std,
+                    color=COLORS[kind],
+                    elinewidth=1.4,
+                    fmt=MARKERS[kind],
+                    markersize=6.5,
+                    markerfacecolor=model.face(COLORS[kind]),
+                    markeredgewidth=1.4,
+                )
+                label = f"  {number(moments.mean, 3)}"
+                axes.text(upper_ends[-1], height, label, va="center", fontsize=8.5)
     lowest = min(lower_ends)
     highest = max(upper_ends)
     room_for_numbers = (1.15 * highest / lowest) ** 0.1
     axes.set_xlim(lowest / 1.15, highest * room_for_numbers)
 
 
-def _draw_norm(axes: Axes, height: float, moments: Moments, kind: str, model: Shown) -> None:
-    """Draws the mean norm of a kind of token, with its deviation and its number, at a height."""
-    axes.errorbar(
-        moments.mean,
-        height,
-        xerr=moments.std,
-        color=COLORS[kind],
-        elinewidth=1.4,
-        fmt=MARKERS[kind],
-        markersize=6.5,
-        markerfacecolor=model.face(COLORS[kind]),
-        markeredgewidth=1.4,
-    )
-    label = f"  {number(moments.mean, 3)}"
-    axes.text(moments.mean + moments.std, height, label, va="center", fontsize=8.5)
-
-
 def norms(models: list[Shown]) -> Sketch:
     """Draws the norm of the states (figures 1b, 4a)."""
     ratios = [model.report.interface.ratio_data for model in models]
     sentence = "Visual tokens start with {} the norm of text in the data"
-    title = style.ratio_title(ratios, sentence, "Norm of the hidden states")
+    title = ratio_title(ratios, sentence, "Norm of the hidden states")
     figure = in_depth(models, "norm", title, "mean L2 norm (logarithmic)")
     caption = (
         "Mean L2 norm of the hidden states (figures 1b, 4a). Bands: one standard deviation of its "
@@ -176,7 +221,7 @@ def rotation(models: list[Shown]) -> Sketch:
     """Draws a token's rotation in each layer (eqs. 8, 13)."""
     ratios = [model.report.depth.asymmetry for model in models]
     sentence = "Visual tokens rotate {} as much as text in each layer"
-    title = style.ratio_title(ratios, sentence, "Rotation in each layer")
+    title = ratio_title(ratios, sentence, "Rotation in each layer")
     figure = in_depth(models, "rotation", title, "rotation by the layer (degrees)", degrees(1))
     figure.axes[0].set_ylim(bottom=0)
     caption = "The angle ω of a token's rotation in a layer (eqs. 8, 13): mean and deviation."
@@ -184,11 +229,16 @@ def rotation(models: list[Shown]) -> Sketch:
 
 
 def dynamics(models: list[Shown]) -> Sketch:
-    """Draws the cosine similarity between layers over training (figure 5)."""
+    """Draws the cosine similarity between layers at each recorded step of training (figure 5)."""
     recording_models = [model for model in models if model.report.dynamics]
     height = 0.9 + 2.5 * len(recording_models)
-    figure = style.new_figure(height, "Cosine between layers during training")
-    step_colors = _colors_of_steps(recording_models)
+    figure = new_figure(height, "Cosine between layers during training")
+    steps = [entry.step for model in recording_models for entry in model.report.dynamics]
+    first_step = min(steps)
+    last_step = max(*steps, first_step + 1)
+    # The brightest yellow of viridis cannot be seen on white.
+    shades = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
+    step_colors = ScalarMappable(Normalize(first_step, last_step), shades)
     panels = figure.subplots(
         len(recording_models),
         len(MODALITIES),
@@ -196,9 +246,14 @@ def dynamics(models: list[Shown]) -> Sketch:
         sharex=True,
         sharey=True,
     )
-    for model_panels, model in zip(panels, recording_models, strict=True):
-        for axes, modality in zip(model_panels, MODALITIES, strict=True):
-            _draw_dynamics(axes, model, modality, step_colors)
+    contents = product(recording_models, MODALITIES)
+    for axes, (model, modality) in zip(panels.flat, contents, strict=True):
+        for recorded in model.report.dynamics:
+            cosines = getattr(recorded, modality)
+            color = step_colors.to_rgba(recorded.step)
+            axes.plot(range(1, len(cosines) + 1), cosines, color=color, linewidth=1.3)
+        tidy(axes, "layer", "cosine similarity", f"{modality}, {model.label}")
+        axes.label_outer()
     figure.colorbar(
         step_colors,
         ax=panels,
@@ -208,26 +263,6 @@ def dynamics(models: list[Shown]) -> Sketch:
     )
     caption = "Mean cosine of a token's states before and after each layer, by step (figure 5)."
     return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
-
-
-def _draw_dynamics(axes: Axes, model: Shown, modality: str, step_colors: ScalarMappable) -> None:
-    """Draws a curve over layers for each step that a model recorded."""
-    for recorded in model.report.dynamics:
-        cosines = getattr(recorded, modality)
-        color = step_colors.to_rgba(recorded.step)
-        axes.plot(range(1, len(cosines) + 1), cosines, color=color, linewidth=1.3)
-    style.tidy(axes, "layer", "cosine similarity", f"{modality}, {model.label}")
-    axes.label_outer()
-
-
-def _colors_of_steps(models: list[Shown]) -> ScalarMappable:
-    """Returns a scale of colours over the optimizer steps that were recorded."""
-    steps = [entry.step for model in models for entry in model.report.dynamics]
-    first_step = min(steps)
-    last_step = max(*steps, first_step + 1)
-    # The brightest yellow of viridis cannot be seen on white.
-    shades = colormaps["viridis"](np.linspace(0, 0.92, 256))
-    return ScalarMappable(Normalize(first_step, last_step), ListedColormap(shades))
 
 
 def attention(models: list[Shown], images: Path) -> list[Sketch]:
@@ -252,7 +287,7 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
         caption = (
             f"Attention from the text after the image to its tokens: average over layers{order} "
             "(appendix G). A map sums to 100 %. "
-            f"Question: {style.elide(main_answer.question, 300)}"
+            f"Question: {elide(main_answer.question, 300)}"
         )
         file_name = f"attention_{question_index + 1}.png"
         title = f"Attention, question {question_index + 1}"
@@ -260,20 +295,33 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
     return sketches
 
 
-def _draw_attention(image: Image.Image, question: str, answers: Answers) -> Figure:
+def _draw_attention(
+    image: Image.Image, question: str, answers: list[tuple[Shown, Attention]]
+) -> Figure:
     """Draws an image, and beside it the mean map of each model on one scale."""
-    words = fill(style.drawable(question), 76, max_lines=3, placeholder=" …")
-    panel_width = (style.WIDTH - 0.8) / (1 + len(answers))
+    words = fill(drawable(question), 76, max_lines=3, placeholder=" …")
+    panel_width = (WIDTH - 0.8) / (1 + len(answers))
     aspect_ratio = min(2.0, max(0.3, image.height / image.width))
     lines_of_text = words.count("\n") + 3
     height = 0.35 + aspect_ratio * panel_width + 0.25 * lines_of_text
-    figure = style.new_figure(height, f"Where text looks when asked:\n{words}")
+    figure = new_figure(height, f"Where text looks when asked:\n{words}")
     panels = figure.subplots(1, 1 + len(answers))
     for axes in panels:
         axes.set_axis_off()
     panels[0].imshow(image)
     panels[0].set_title("the image", fontsize=8.5)
-    shaded_map = _draw_maps(panels[1:], answers)
+    maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
+    # Up to a high quantile: a few cells with nearly everything would leave all others black.
+    brightest = np.quantile(np.concatenate(maps, axis=None), 0.995)
+    color_scale = Normalize(0, max(brightest, 1e-9))
+    for axes, (model, answer), shares in zip(panels[1:], answers, maps, strict=True):
+        shaded_map = axes.imshow(
+            shares,
+            cmap="magma",
+            norm=color_scale,
+            aspect="equal" if answer.grid else "auto",
+        )
+        axes.set_title(fill(model.label, 26), fontsize=8.5)
     color_bar = figure.colorbar(
         shaded_map,
         ax=panels,
@@ -287,23 +335,6 @@ def _draw_attention(image: Image.Image, question: str, answers: Answers) -> Figu
     return figure
 
 
-def _draw_maps(panels: Sequence[Axes], answers: Answers) -> ScalarMappable:
-    """Draws each model's map in its panel, and returns their common scale of colours."""
-    maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
-    # Up to a high quantile: a few cells with nearly everything would leave all others black.
-    brightest = np.quantile(np.concatenate([*map(np.ravel, maps)]), 0.995)
-    color_scale = Normalize(0, max(brightest, 1e-9))
-    for axes, (model, answer), shares in zip(panels, answers, maps, strict=True):
-        shaded_map = axes.imshow(
-            shares,
-            cmap="magma",
-            norm=color_scale,
-            aspect="equal" if answer.grid else "auto",
-        )
-        axes.set_title(fill(model.label, 26), fontsize=8.5)
-    return shaded_map
-
-
 def kinds_of(model: Shown) -> list[str]:
     """Returns the modalities that were measured."""
     return [kind for kind in MODALITIES if kind in model.report.depth.norm]
@@ -312,55 +343,133 @@ def kinds_of(model: Shown) -> list[str]:
 def in_depth(
     models: list[Shown], quantity: str, title: str, label: str, factor: float = 1
 ) -> Figure:
-    """Draws a quantity of each model's `Depth`, times `factor`, over layers or states."""
-    figure = style.new_figure(4.3, title)
+    """Draws a quantity of each model's `Depth`, times `factor`, over layers or states.
+
+    Each kind of token has a curve and, unless the model is the baseline, a band of one standard
+    deviation.
+    """
+    figure = new_figure(4.3, title)
     axes = figure.subplots()
-    for model in models:
-        for kind in kinds_of(model):
-            _draw_curve(axes, model, kind, quantity, factor)
+    axis_label = "layer"
+    first_position = 1
+    band_quantity = quantity
     if quantity == "norm":
-        style.log_scale(axes, "y")
-        style.tidy(axes, "state (0 enters the first layer)", label)
-    else:
-        style.tidy(axes, "layer", label)
-    style.legend(figure, axes, len(models))
+        axis_label = "state (0 enters the first layer)"
+        first_position = 0
+        band_quantity = "log_norm"
+    for model in models:
+        depth = model.report.depth
+        for kind in kinds_of(model):
+            means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
+            positions = first_position + np.arange(len(means))
+            line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
+            if model.baseline:
+                line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
+            axes.plot(
+                positions,
+                means,
+                label=f"{kind}, {model.label}",
+                color=COLORS[kind],
+                marker=MARKERS[kind],
+                markerfacecolor=model.face(COLORS[kind]),
+                markersize=MARKER_SIZES[kind],
+                **line_style,
+            )
+            if not model.baseline:  # twice as many bands would hide each other
+                curve = getattr(depth, band_quantity)[kind]
+                band = np.asarray(curve.mean) + np.outer([-1, 1], curve.std)
+                if quantity == "norm":  # norms deviate by a factor
+                    band = np.exp(band)
+                ends = factor * band
+                axes.fill_between(positions, *ends, color=COLORS[kind], alpha=0.15, linewidth=0)
+    if quantity == "norm":
+        log_scale(axes, "y")
+    tidy(axes, axis_label, label)
+    legend(figure, len(models))
     return figure
 
 
-def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: float) -> None:
-    """Draws the curve of a kind of token and, unless it is the baseline's, its band."""
-    depth = model.report.depth
-    means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
-    positions = np.arange(len(means))
-    if quantity != "norm":  # layers are numbered from 1, states from 0
-        positions += 1
-    line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
-    if model.baseline:
-        line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
-    axes.plot(
-        positions,
-        means,
-        label=f"{kind}, {model.label}",
-        color=COLORS[kind],
-        marker=MARKERS[kind],
-        markerfacecolor=model.face(COLORS[kind]),
-        markersize=MARKER_SIZES[kind],
-        **line_style,
+def drawable(text: str) -> str:
+    """Escapes what matplotlib's font lacks, and dollar signs, since they begin formulas."""
+    font = get_font(findfont(FontProperties()))
+    escaped_text = ""
+    for character in text:
+        if character == "$":
+            escaped_text += r"\$"
+        elif character.isprintable() and font.get_char_index(ord(character)):
+            escaped_text += character
+        else:
+            escaped_text += ascii(character)[1:-1]
+    return escaped_text
+
+
+def elide(text: str, length: int) -> str:
+    """Shortens `text` to `length` characters by leaving out its middle."""
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}…{text[1 - half :]}"
+
+
+def new_figure(height: float, title: str) -> Figure:
+    """Returns an empty figure, `height` inches high, under a title that wraps."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    wrapped_lines = [fill(line, 80) for line in title.split("\n")]
+    figure.suptitle(
+        "\n".join(wrapped_lines),
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        fontweight="bold",
     )
-    if not model.baseline:  # twice as many bands would hide each other
-        band = [factor * end for end in _band(depth, kind, quantity)]
-        axes.fill_between(
-            positions,
-            *band,
-            color=COLORS[kind],
-            alpha=0.15,
-            linewidth=0,
-        )
+    return figure
 
 
-def _band(depth: Depth, kind: str, quantity: str) -> np.ndarray:
-    """Returns both ends of one standard deviation, `(2, layers)`. Norms deviate by a factor."""
-    if quantity == "norm":
-        return np.exp(_band(depth, kind, "log_norm"))
-    curve = getattr(depth, quantity)[kind]
-    return np.asarray(curve.mean) + np.outer([-1, 1], curve.std)
+def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
+    """Labels `axes`, removes two spines and lightens the grid."""
+    if axes.get_xscale() == "linear":  # it counts layers
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(x, fontsize=9.5)
+    axes.set_ylabel(y, fontsize=9.5)
+    axes.set_title(title, fontsize=9.5, loc="left")
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def ratio_title(ratios: Sequence[float | None], sentence: str, otherwise: str) -> str:
+    """Returns `sentence` with the model's ratio, the last one, for {}, and the baseline's after it.
+
+    Returns `otherwise` if the model has no ratio.
+    """
+    *baseline_ratios, ratio = ratios
+    if ratio is None:
+        return otherwise
+    title = sentence.format(f"{number(ratio, 3)} ×")
+    for baseline_ratio in baseline_ratios:
+        if baseline_ratio is not None:
+            title += f" (baseline {number(baseline_ratio, 3)} ×)"
+    return title
+
+
+def log_scale(axes: Axes, which: str) -> None:
+    """Makes axis `which` ("x" or "y") logarithmic, with plain numbers at its ticks."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    multiples = [1.0]
+    if max(axis.get_data_interval()) < 1000 * axis.get_minpos():
+        multiples = [1.0, 2.0, 5.0]
+    axis.set_major_locator(LogLocator(subs=multiples, numticks=12))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(figure: Figure, columns: int) -> None:
+    """Adds a legend below the figure."""
+    figure.legend(
+        ncols=columns,
+        loc="outside lower left",
+        fontsize=9,
+        frameon=False,
+    )

@@ -11,7 +11,6 @@ from .criteria import (
     AGREES,
     BOTTOM,
     CHECKED,
-    CRITERIA,
     DISAGREES,
     DOES_NOT_APPLY,
     EQUAL,
@@ -24,7 +23,7 @@ from .criteria import (
     TOO_SMALL,
     UPDATES,
     Effect,
-    combined,
+    outcome_of,
 )
 from .report import Moments, Report, number, with_error
 
@@ -77,7 +76,7 @@ def problem(report: Report) -> str:
     rotation = _rotation(report)
     if size is None or rotation is None:
         return "Whether it has the problem that the paper describes was not measured."
-    size_outcome = CRITERIA["decoder"].outcome(size)
+    size_outcome = outcome_of({"decoder": size})
     rotation_outcome = _rotation_outcome(report, rotation)
     if size_outcome == rotation_outcome == AGREES:
         return "It has the problem that the paper describes."
@@ -97,10 +96,16 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
 
     Claims about models without the norm are about `against`, if only `report` has the norm.
     """
-    baseline = None
+    subject = report
     if against is not None and report.has_norm and not against.has_norm:
-        baseline = against
-    subject = report if baseline is None else baseline
+        subject = against
+        about_norm = [_nearness(report, against), _focus(report, against)]
+    elif report.has_norm:
+        reason = "A model without the norm is needed to compare with."
+        about_norm = [Finding(claim, NOT_MEASURED, reason) for claim in (NEARNESS, FOCUS)]
+    else:
+        reason = "The model has no norm after its projector."
+        about_norm = [Finding(claim, DOES_NOT_APPLY, reason) for claim in (NEARNESS, FOCUS)]
     about_subject = [
         _at_projector(subject),
         _at_decoder(subject),
@@ -108,23 +113,9 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         _updates(subject),
         _bottom(subject),
     ]
-    about_report = _effects_of_norm(report, baseline)
     if against is None:
-        return about_subject + about_report
-    return _named(about_subject, subject) + _named(about_report, report)
-
-
-def _effects_of_norm(report: Report, baseline: Report | None) -> list[Finding]:
-    """Returns the claims about the norm. They need a baseline without it."""
-    if baseline is not None:
-        return [_nearness(report, baseline), _focus(report, baseline)]
-    if report.has_norm:
-        outcome = NOT_MEASURED
-        reason = "A model without the norm is needed to compare with."
-    else:
-        outcome = DOES_NOT_APPLY
-        reason = "The model has no norm after its projector."
-    return [Finding(claim, outcome, reason) for claim in (NEARNESS, FOCUS)]
+        return about_subject + about_norm
+    return _named(about_subject, subject) + _named(about_norm, report)
 
 
 def _named(unnamed: list[Finding], model: Report) -> list[Finding]:
@@ -150,7 +141,7 @@ def _at_projector(report: Report) -> Finding:
         if encoder_output is not None:
             times = _times(encoder_output)
             sentence += f" All tokens of the encoder's own last layer have {times}."
-    return Finding(RQ1, CRITERIA["projector"].outcome(effect), sentence)
+    return Finding(RQ1, outcome_of({"projector": effect}), sentence)
 
 
 def _at_decoder(report: Report) -> Finding:
@@ -161,7 +152,7 @@ def _at_decoder(report: Report) -> Finding:
     if effect is None:
         return _not_measured(RQ2)
     sentence = f"They enter the decoder at {_times(effect)} the norm of text."
-    return Finding(RQ2, CRITERIA["decoder"].outcome(effect), sentence)
+    return Finding(RQ2, outcome_of({"decoder": effect}), sentence)
 
 
 def _asymmetry(report: Report) -> Finding:
@@ -187,15 +178,12 @@ def _updates(report: Report) -> Finding:
         return _not_measured(UPDATES)
     factor = _exponential(log_size)
     degrees = angle.mapped(math.degrees(angle.value), math.degrees(1))
-    outcomes = [
-        CRITERIA["update size"].outcome(factor),
-        CRITERIA["update angle"].outcome(degrees),
-    ]
+    outcome = outcome_of({"update size": factor, "update angle": degrees})
     sentence = (
         f"Sizes differ by a factor of {_number(factor)}, angles by {_number(degrees)} degrees "
         "on average over layers."
     )
-    return Finding(UPDATES, combined(outcomes), sentence)
+    return Finding(UPDATES, outcome, sentence)
 
 
 def _bottom(report: Report) -> Finding:
@@ -208,7 +196,7 @@ def _bottom(report: Report) -> Finding:
     sentence = (
         f"The bottom third gets {_number(effect)} × an even share (questions: {len(biases)})."
     )
-    return Finding(BOTTOM, CRITERIA["bottom"].outcome(effect), sentence)
+    return Finding(BOTTOM, outcome_of({"bottom": effect}), sentence)
 
 
 def _nearness(report: Report, against: Report) -> Finding:
@@ -220,17 +208,14 @@ def _nearness(report: Report, against: Report) -> Finding:
         return _not_measured(NEARNESS)
     norms = _fall(norm_before, norm)
     rotations = _fall(_distance_from_one(rotation_before), _distance_from_one(rotation))
-    outcomes = [
-        CRITERIA["nearer norms"].outcome(norms),
-        CRITERIA["nearer rotations"].outcome(rotations),
-    ]
+    outcome = outcome_of({"nearer norms": norms, "nearer rotations": rotations})
     factor = _number(_exponential(norm))
     factor_before = _number(_exponential(norm_before))
     sentence = (
         f"Norms differ by a factor of {factor} on average, {factor_before} without it; "
         f"rotation is {_number(rotation)} × text's, {_number(rotation_before)} × without it."
     )
-    return Finding(NEARNESS, combined(outcomes), sentence)
+    return Finding(NEARNESS, outcome, sentence)
 
 
 def _focus(report: Report, against: Report) -> Finding:
@@ -252,14 +237,12 @@ def _focus(report: Report, against: Report) -> Finding:
         f"Entropy {entropy}, {entropy_before} without it; 1 is even "
         f"(lower by {_number(effect)}, questions: {len(entropies)})."
     )
-    return Finding(FOCUS, CRITERIA["entropy"].outcome(effect), sentence)
+    return Finding(FOCUS, outcome_of({"entropy": effect}), sentence)
 
 
 def _relative_norm(norms: Moments | None, report: Report) -> Effect | None:
     """Returns the ratio of a mean norm to N_text or, if that is unknown, to text's in the data."""
-    reference = report.interface.vocabulary
-    if reference is None:
-        reference = report.interface.text
+    reference = report.interface.vocabulary or report.interface.text
     if norms is None or reference is None or not reference.mean:
         return None
     ratio = norms.mean / reference.mean
@@ -290,11 +273,7 @@ def _rotation_outcome(report: Report, rotation: Effect) -> str:
     """Judges whether visual tokens rotate less, on average and in more layers than by chance."""
     less, layers = _layers_rotating_less(report)
     share = Effect(less / layers, 0.5 / math.sqrt(layers))  # the error of a fair coin
-    outcomes = [
-        CRITERIA["rotation"].outcome(rotation),
-        CRITERIA["layers"].outcome(share),
-    ]
-    return combined(outcomes)
+    return outcome_of({"rotation": rotation, "layers": share})
 
 
 def _layers_rotating_less(report: Report) -> tuple[int, int]:
@@ -304,8 +283,8 @@ def _layers_rotating_less(report: Report) -> tuple[int, int]:
     """
     visual_angles = report.depth.rotation["visual"].mean[:-1]
     text_angles = report.depth.rotation["text"].mean[:-1]
-    is_less = [visual < text for visual, text in zip(visual_angles, text_angles, strict=True)]
-    return sum(is_less), len(is_less)
+    is_less = np.less(visual_angles, text_angles)
+    return int(is_less.sum()), len(is_less)
 
 
 def _distance(report: Report, quantity: str) -> Effect | None:

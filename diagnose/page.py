@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, PackageLoader
 
-from ..assembly.gain import EmbeddingStatistics
 from .figures import STAGES
 from .findings import findings, verdict
 from .report import KINDS, PAGE, Drawing, Report, number, paper_ratios, spread
@@ -49,11 +48,11 @@ def write_page(
     for drawing in drawings:
         encoded = b64encode((folder / drawing.file).read_bytes()).decode()
         images[drawing.section].append((drawing, encoded))
-    left_out = list(report.left_out)
+    left_out = dict.fromkeys(report.left_out)
     if against is not None:
-        left_out += [reason for reason in against.left_out if reason not in left_out]
+        left_out |= dict.fromkeys(against.left_out)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=PackageLoader(__package__),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -84,9 +83,17 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:
         if model.gain is not None:
             gain_rows.append([name, *map(number, vars(model.gain).values())])
     gain_table = _table("The norm after the projector.", ["Model", *GAIN], gain_rows)
+    embedding_tables = []
+    for embeddings in filter(None, [model.embeddings for model in models]):
+        token_rows = []
+        for token in embeddings.top:
+            token_text = "–" if token.text is None else repr(token.text)
+            token_rows.append([str(token.id), token_text, number(token.norm)])
+        caption = f"{embeddings.model}: {spread(embeddings)}, and the tokens of largest norm."
+        embedding_tables.append(_table(caption, ["Token", "Text", "Norm"], token_rows))
     return {
         "interface": [_interface_table(models, names)],
-        "embeddings": [_embedding_table(model.embeddings) for model in models if model.embeddings],
+        "embeddings": embedding_tables,
         "gain": [gain_table] if gain_rows else [],
         "data": [_data_table(models, names)],
     }
@@ -116,16 +123,6 @@ def _interface_table(models: Sequence[Report], names: list[str]) -> Table:
         f"{number(min(published), 2)} to {number(max(published), 2)}."
     )
     return _table(caption, ["Tokens", *names], table_rows)
-
-
-def _embedding_table(embeddings: EmbeddingStatistics) -> Table:
-    """Returns the tokens of largest norm in an embedding matrix."""
-    table_rows = []
-    for token in embeddings.top:
-        token_text = "–" if token.text is None else repr(token.text)
-        table_rows.append([str(token.id), token_text, number(token.norm)])
-    caption = f"{embeddings.model}: {spread(embeddings)}, and the tokens of largest norm."
-    return _table(caption, ["Token", "Text", "Norm"], table_rows)
 
 
 def _data_table(models: Sequence[Report], names: list[str]) -> Table:

@@ -227,7 +227,7 @@ def paper_tables() -> dict[str, Any]:
 def paper_ratios() -> dict[str, float]:
     """Returns the mean norm of the projector's output over the mean norm of text, by model."""
     tables = paper_tables()
-    ratios: dict[str, float] = {}
+    ratios = {}
     for row in tables["table_2"]:
         ratios[row["model"]] = row["after_mean"] / row["text_mean"]
     ovis = tables["table_3_ovis2_5"]

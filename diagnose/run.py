@@ -5,7 +5,7 @@ import json
 import math
 import platform
 import re
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +37,6 @@ from .report import (
     REPORT,
     SCHEMA_VERSION,
     Attention,
-    Drawing,
     DynamicsStep,
     Report,
     report_json,
@@ -136,8 +135,22 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
         ImportError: A model needs a package that is not installed.
     """
     torch_dtype(options.dtype)  # raises if no dtype has this name
-    handles = _open_models(options)
-    names = _names_in_report(options, handles)
+    model = resolve_model(
+        options.model,
+        trust_remote_code=options.trust_remote_code,
+        base=options.base,
+        base_quantization=options.base_quantization,
+    )
+    handles = [model]
+    name = options.name or model.name
+    if options.against is not None:
+        baseline = resolve_model(options.against, trust_remote_code=options.trust_remote_code)
+        handles.append(baseline)
+        baseline_name = options.against_name or baseline.name
+        if baseline_name == name:
+            baseline_name = f"other {baseline_name}"
+    for handle in handles:
+        require_processor(handle)
     with finished_folder(options.folder, _written) as staging:
         drawn = load_samples(
             options.data,
@@ -146,12 +159,14 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
             image_folder=options.image_folder,
             columns=options.columns,
         )
-        report = _measure(handles[0], names[0], staging / "image", options, drawn)
+        report = _measure(model, name, staging / "image", options, drawn)
         against = None
-        if len(handles) == 2:
-            against = _measure(handles[1], names[1], staging / "baseline_image", options, drawn)
+        if options.against is not None:
+            baseline_images = staging / "baseline_image"
+            against = _measure(baseline, baseline_name, baseline_images, options, drawn)
         drawings = draw(report, against, staging)
-        provenance = _provenance(options, handles, drawn.samples[0].question)
+        provenance = _provenance(options, handles)
+        provenance["first question"] = drawn.samples[0].question
         diagnosis = Diagnosis(
             verdict=verdict(report, against),
             findings=findings(report, against),
@@ -159,45 +174,19 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
             against=against,
             folder=options.folder,
         )
-        _write_report(diagnosis, drawings, provenance, staging / REPORT)
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            **asdict(diagnosis),
+            "figures": [asdict(drawing) for drawing in drawings],
+            "provenance": provenance,
+        }
+        del content["folder"]
+        (staging / REPORT).write_text(report_json(content), encoding="utf-8")
         write_page(report, against, drawings, staging, provenance=provenance)
     return diagnosis
 
 
-def _open_models(options: DiagnosisOptions) -> list[ModelHandle]:
-    """Opens the model and, if there is one, its baseline, without their weights.
-
-    Raises ValueError if one is not a vision-language model, or as [`resolve_model`] does.
-    """
-    model = resolve_model(
-        options.model,
-        trust_remote_code=options.trust_remote_code,
-        base=options.base,
-        base_quantization=options.base_quantization,
-    )
-    handles = [model]
-    if options.against is not None:
-        baseline = resolve_model(options.against, trust_remote_code=options.trust_remote_code)
-        handles.append(baseline)
-    for handle in handles:
-        require_processor(handle)
-    return handles
-
-
-def _names_in_report(options: DiagnosisOptions, handles: list[ModelHandle]) -> list[str]:
-    """Returns the names of the models. Equal names are made different."""
-    names = [options.name or handles[0].name]
-    if len(handles) == 2:
-        baseline_name = options.against_name or handles[1].name
-        if baseline_name == names[0]:
-            baseline_name = f"other {baseline_name}"
-        names.append(baseline_name)
-    return names
-
-
-def _provenance(
-    options: DiagnosisOptions, handles: list[ModelHandle], first_question: str
-) -> dict[str, str]:
+def _provenance(options: DiagnosisOptions, handles: list[ModelHandle]) -> dict[str, str]:
     """Returns what the numbers depend on besides the models: options, machine and versions."""
     provenance = {
         "samples asked for": str(options.samples),
@@ -216,19 +205,7 @@ def _provenance(
     for handle in handles:
         if handle.checkpoint.revision:
             provenance[f"revision of {handle.name}"] = handle.checkpoint.revision
-    provenance["first question"] = first_question
     return provenance
-
-
-def _write_report(
-    diagnosis: Diagnosis, drawings: list[Drawing], provenance: dict[str, str], file: Path
-) -> None:
-    """Writes `report.json`. docs/report.md explains its keys."""
-    content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(diagnosis)}
-    del content["folder"]
-    content["figures"] = [asdict(drawing) for drawing in drawings]
-    content["provenance"] = provenance
-    file.write_text(report_json(content), encoding="utf-8")
 
 
 def _measure(
@@ -252,12 +229,11 @@ def _measure(
     batch_count = math.ceil(len(drawn.samples) / options.batch_size)
     inputs = batches(processor, drawn.samples, options.batch_size)
     tracked_inputs = track(inputs, "norms and rotation", batch_count)
-    precision: AbstractContextManager = nullcontext()
     products_in_report = ""
-    if options.dtype == "auto" and emulates_float16(model):
-        precision = ProductsInBfloat16()
-        products_in_report = ", products in bfloat16"
-    with precision:
+    with ExitStack() as precision:
+        if options.dtype == "auto" and emulates_float16(model):
+            precision.enter_context(ProductsInBfloat16())
+            products_in_report = ", products in bfloat16"
         report = probe(model, tracked_inputs, tokenizer=tokenizer, name=name, data=drawn.name)
         asked = drawn.samples[:QUESTIONS]
         attention, left_out = _measure_attention(model, processor, asked, images)
@@ -309,22 +285,19 @@ def read_dynamics(file: Path) -> list[DynamicsStep]:
     """
     if not file.is_file():
         return []
+    steps = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return [_dynamics_step(line) for line in lines]
+        for line in file.read_text(encoding="utf-8").splitlines():
+            recorded = DynamicsStep(**json.loads(line))
+            cosines = (recorded.visual, recorded.text)
+            if type(recorded.step) is not int or not all(map(_is_list_of_numbers, cosines)):
+                raise TypeError(f"{line[:80]} is not a step with two lists of numbers")
+            steps.append(recorded)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{file} is not as training writes it: {error}. Remove it, or copy it again."
         ) from error
-
-
-def _dynamics_step(line: str) -> DynamicsStep:
-    """Returns what a line of JSON holds. Raises ValueError or TypeError if it is not a step."""
-    recorded = DynamicsStep(**json.loads(line))
-    cosines_by_modality = (recorded.visual, recorded.text)
-    if type(recorded.step) is not int or not all(map(_is_list_of_numbers, cosines_by_modality)):
-        raise TypeError(f"{line[:80]} is not a step with two lists of numbers")
-    return recorded
+    return steps
 
 
 def _is_list_of_numbers(value: Any) -> bool:

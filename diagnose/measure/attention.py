@@ -45,10 +45,9 @@ def attention_maps(
     kind_masks = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
     visual_positions = kind_masks[KINDS.index("visual")].nonzero().flatten()
     text_positions = kind_masks[KINDS.index("text")].nonzero().flatten()
-    asking_positions = text_positions
-    if len(visual_positions):
-        asking_positions = text_positions[text_positions > visual_positions.max()]
-    if not len(visual_positions) or not len(asking_positions):
+    image_end = max(visual_positions.tolist(), default=math.inf)
+    asking_positions = text_positions[text_positions > image_end]
+    if not len(asking_positions):
         raise ValueError("No text comes after an image. Put the question after it.")
     received = _attention_to_image(parts, inputs, asking_positions, visual_positions)
     if not received:
@@ -93,7 +92,8 @@ def _attention_to_image(
         states, attention, *rest = output
         if attention is None:
             return None
-        if sees_all(kwargs.get("attention_mask"), text, image):
+        mask = kwargs.get("attention_mask")  # added to attention scores, (1, 1, tokens, tokens)
+        if mask is None or mask[0, 0, text][:, image].min() > torch.finfo(mask.dtype).min / 2:
             mean_attention = attention[0][:, text].mean((0, 1), dtype=torch.float32)
             image_attention = mean_attention[image].cpu().double()
             if image_attention.sum() > 0:  # not NaN
@@ -107,27 +107,14 @@ def _attention_to_image(
         hooks.callback(setattr, decoder.config, "_attn_implementation", implementation)
         decoder.set_attn_implementation("eager")
         for layer_number, layer in enumerate(decoder.layers, start=1):
-            attention_module = dict(layer.named_children()).get("self_attn")
+            attention_module = getattr(layer, "self_attn", None)
             if attention_module is not None:
                 forward_hook = partial(keep_mean, layer_number)
-                handle = attention_module.register_forward_hook(forward_hook, with_kwargs=True)
-                hooks.enter_context(handle)
+                hooks.enter_context(
+                    attention_module.register_forward_hook(forward_hook, with_kwargs=True)
+                )
         parts.inner(**inputs, use_cache=False)
     return received
-
-
-def sees_all(mask: Tensor | None, text: Tensor, image: Tensor) -> bool:
-    """Returns whether a mask hides nothing of `image` from `text`. It is added to attention scores.
-
-    Args:
-        mask: The mask, `(1, 1, tokens, tokens)`, or None.
-        text: Positions of the text.
-        image: Positions of the image.
-    """
-    if mask is None:
-        return True
-    lowest = mask[0, 0, text][:, image].min()
-    return bool(lowest > torch.finfo(mask.dtype).min / 2)
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ class RunningMoments:
     """
 
     def __init__(self):
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, squared deviations
+        self._state: Tensor | None = None  # count, mean and squared deviations of each group
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
         """Adds values, and returns the means by group of only these values.
@@ -54,22 +54,18 @@ class RunningMoments:
         total = torch.where(masks, values, 0.0).sum(-1)
         mean = total / count.clamp(min=1)
         deviations = torch.where(masks, values - mean.unsqueeze(-1), 0.0)
-        self._combine(count, mean, deviations.square().sum(-1))
-        return torch.where(count > 0, mean, math.nan)
-
-    def _combine(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
-        """Combines the state with count, mean and squared deviations of new values."""
+        squares = deviations.square().sum(-1)
+        means_of_values = torch.where(count > 0, mean, math.nan)
         if self._state is not None:
-            previous_count, previous_mean, previous_squares = (
-                moments.to(count.device) for moments in self._state
-            )
+            previous_count, previous_mean, previous_squares = self._state.to(count.device)
             total_count = (previous_count + count).clamp(min=1)
             distance = mean - previous_mean
             squares_between = distance.square() * previous_count * count / total_count
             squares = previous_squares + squares + squares_between
             mean = previous_mean + distance * count / total_count
             count = previous_count + count
-        self._state = (count, mean, squares)
+        self._state = torch.stack([count, mean, squares])
+        return means_of_values
 
     def results(self) -> Tensor:
         """Returns mean, standard deviation and count by group, `(3, groups, ...)`.
@@ -77,7 +73,7 @@ class RunningMoments:
         Mean and deviation of a group without values are NaN.
         """
         assert self._state is not None
-        count, mean, squares = (moments.cpu().double() for moments in self._state)
+        count, mean, squares = self._state.cpu().double()
         std = (squares / count.clamp(min=1)).sqrt()
         moments = torch.stack([mean, std]).where(count > 0, math.nan)
         return torch.cat([moments, count[None]])
@@ -174,11 +170,10 @@ class DepthProbe:
             hooks.enter_context(self._layers[0].register_forward_pre_hook(begin))
             for layer_index, layer in enumerate(self._layers):
                 after_layer = partial(self._after_layer, layer_index)
-                handle = layer.register_forward_hook(after_layer, with_kwargs=True)
-                hooks.enter_context(handle)
+                hooks.enter_context(layer.register_forward_hook(after_layer, with_kwargs=True))
             if self._final_norm is not None:
-                handle = self._final_norm.register_forward_hook(self._after_final_norm)
-                hooks.enter_context(handle)
+                after_norm = self._after_final_norm
+                hooks.enter_context(self._final_norm.register_forward_hook(after_norm))
             yield
 
     def result(self) -> Depth:
@@ -201,13 +196,20 @@ class DepthProbe:
         final_norm = {}
         if self._final_norm is not None:
             final_norm = _by_kind(self._normalized.results())
+        rotation = curves["rotation"]
+        asymmetry = None
+        if "visual" in rotation and "text" in rotation:
+            # Without the last layer: it prepares the prediction rather than the next layer's input.
+            visual = sum(rotation["visual"].mean[:-1])
+            text = sum(rotation["text"].mean[:-1])
+            asymmetry = visual / text if text else None
         ratio_moments = self._rotation_ratios.result()
         asymmetry_error = None
         if ratio_moments is not None and ratio_moments.count > 1:
             asymmetry_error = ratio_moments.std / math.sqrt(ratio_moments.count - 1)
         return Depth(
             final_norm=final_norm,
-            asymmetry=_asymmetry(curves["rotation"]),
+            asymmetry=asymmetry,
             asymmetry_error=asymmetry_error,
             **curves,
         )
@@ -229,22 +231,32 @@ class DepthProbe:
     def _after_layer(
         self, layer_index: int, layer: Any, args: tuple, kwargs: dict, output: Any
     ) -> None:
-        assert self._pass is not None
+        forward_pass = self._pass
+        assert forward_pass is not None
         layer_input = args[0] if args else kwargs["hidden_states"]
         layer_output = output[0] if isinstance(output, tuple) else output
         before = _rows(layer_input, layer_output.device)
         after = _rows(layer_output, layer_output.device)
-        masks = self._pass.masks.to(after.device)
+        masks = forward_pass.masks.to(after.device)
         measured, defined = quantities(before, after)
         means_by_kind = self._steps[layer_index].add(measured, masks.unsqueeze(1) & defined)
-        self._pass.rotations.append(means_by_kind[:, ROTATION])
-        if self._pass.last_input is not None:
-            self._add_cosine(layer_index - 1, masks, self._pass.last_input, before)
-        self._pass.last_input = before
+        forward_pass.rotations.append(means_by_kind[:, ROTATION])
+        if forward_pass.last_input is not None:
+            self._add_cosine(layer_index - 1, masks, forward_pass.last_input, before)
+        forward_pass.last_input = before
         if layer_index == len(self._layers) - 1:
             self._add_cosine(layer_index, masks, before, after)
-            self._add_last_norm(after.norm(dim=-1), masks)
-            self._add_rotation_ratio(self._pass.rotations, after.device)
+            norm = after.norm(dim=-1)
+            is_positive = norm > 0
+            norm_and_logarithm = torch.stack([norm, norm.log()])
+            defined = torch.stack([torch.ones_like(is_positive), is_positive])
+            self._last_state.add(norm_and_logarithm, masks.unsqueeze(1) & defined)
+            # The rotation of visual tokens over text's in this pass, without the last layer.
+            rotations = [means.to(after.device) for means in forward_pass.rotations[:-1]]
+            if rotations:
+                total = torch.stack(rotations).sum(0)
+                ratio = (total[KINDS.index("visual")] / total[KINDS.index("text")]).view(1)
+                self._rotation_ratios.add(ratio, ratio.isfinite())
 
     def _add_cosine(
         self, layer_index: int, masks: Tensor, state: Tensor, next_state: Tensor
@@ -254,20 +266,6 @@ class DepthProbe:
         norms = state.norm(dim=-1) * next_state.norm(dim=-1)
         cosine = torch.linalg.vecdot(state, next_state) / norms
         self._cosines[layer_index].add(cosine, masks & (norms > 0))
-
-    def _add_last_norm(self, norm: Tensor, masks: Tensor) -> None:
-        """Adds the norms of the last layer's output, and their logarithms."""
-        is_positive = norm > 0
-        measured = torch.stack([norm, norm.log()])
-        defined = torch.stack([torch.ones_like(is_positive), is_positive])
-        self._last_state.add(measured, masks.unsqueeze(1) & defined)
-
-    def _add_rotation_ratio(self, rotations: list[Tensor], device: torch.device) -> None:
-        """Adds the pass' rotation of visual tokens over text's, without the last layer."""
-        if len(rotations) > 1:
-            total = torch.stack([rotation.to(device) for rotation in rotations[:-1]]).sum(0)
-            ratio = (total[KINDS.index("visual")] / total[KINDS.index("text")]).view(1)
-            self._rotation_ratios.add(ratio, ratio.isfinite())
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if self._pass is not None:  # NanoChat applies it before the first layer too
@@ -299,16 +297,6 @@ def _check_states(kind: str, norm: Tensor, log_norm: Tensor) -> None:
                 f"All {kind} tokens are zero in state {state.item()}, without a direction. "
                 "Check that the projector's weights were trained and loaded."
             )
-
-
-def _asymmetry(rotation: dict[str, Curve]) -> float | None:
-    """Returns the rotation of visual tokens over the rotation of text, or None without both."""
-    if "visual" not in rotation or "text" not in rotation:
-        return None
-    # Without the last layer: it prepares the prediction rather than the next layer's input.
-    visual = sum(rotation["visual"].mean[:-1])
-    text = sum(rotation["text"].mean[:-1])
-    return visual / text if text else None
 
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:

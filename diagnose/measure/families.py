@@ -90,11 +90,11 @@ def find_parts(model: nn.Module) -> Parts:
         )
     projector_name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(projector_name)
-    paths = [path for path, module in model.named_modules() if module is projector]
+    modules = model.named_modules()
+    projector_path = next((path for path, module in modules if module is projector), None)
     projector_norm = None
     if family == "normalign_llava" and model.config.projector_norm != "none":
         projector_norm = inner.multi_modal_projector.norm
-    projector_path = paths[0] if paths else None
     return Parts(model, inner, decoder, projector_path, projector, projector_norm)
 
 
@@ -149,14 +149,14 @@ def token_kinds(
     indicator_ids = getattr(config, "visual_indicator_token_ids", None) or []
     is_indicator = torch.isin(ids, ids.new_tensor(indicator_ids))
     is_special = torch.isin(ids, ids.new_tensor(sorted(special))) & ~is_indicator
-    kind_masks = {
-        "visual": is_image & ~is_newline,
-        "text": is_text & ~is_indicator & ~is_special,
-        "special": is_text & is_special,
-        "newline": is_image & is_newline,
-        "indicator": is_text & is_indicator,
-    }
-    return torch.stack([mask.flatten() for mask in kind_masks.values()])
+    kind_masks = [
+        is_image & ~is_newline,  # visual
+        is_text & ~is_indicator & ~is_special,  # text
+        is_text & is_special,
+        is_image & is_newline,
+        is_text & is_indicator,
+    ]
+    return torch.stack(kind_masks).flatten(1)
 
 
 @contextmanager

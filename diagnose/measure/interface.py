@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...assembly.gain import EmbeddingStatistics, counted_rows, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
@@ -30,15 +30,12 @@ class InterfaceProbe:
 
     def __init__(self, parts: Parts):
         self._parts = parts
+        projector = parts.projector
+        # A table of visual embeddings (Ovis).
+        self._visual_table = projector if isinstance(projector, nn.Embedding) else None
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
         self.newline: Tensor | None = None
-
-    @property
-    def _visual_table(self) -> nn.Embedding | None:
-        """The projector, if it is a table of visual embeddings (Ovis)."""
-        projector = self._parts.projector
-        return projector if isinstance(projector, nn.Embedding) else None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,11 +52,10 @@ class InterfaceProbe:
         with ExitStack() as hooks:
             projector = self._parts.projector
             if projector is not None:
-                handle = projector.register_forward_hook(self._at_projector, with_kwargs=True)
-                hooks.enter_context(handle)
+                at_projector = self._at_projector
+                hooks.enter_context(projector.register_forward_hook(at_projector, with_kwargs=True))
             if self._parts.norm is not None:
-                handle = self._parts.norm.register_forward_pre_hook(self._at_norm)
-                hooks.enter_context(handle)
+                hooks.enter_context(self._parts.norm.register_forward_pre_hook(self._at_norm))
             hooks.callback(delattr, inner, "get_image_features")
             inner.get_image_features = get_and_measure
             yield
@@ -74,7 +70,16 @@ class InterfaceProbe:
         stages = {stage: moments.result() for stage, moments in self._moments.items()}
         visual = received.get("visual")
         text = received.get("text")
-        scale = _scale(text, stages.get("text_raw"), config)
+        text_raw = stages.get("text_raw")
+        scale: float | None
+        if text is None or text_raw is None or not text_raw.mean:
+            scale = math.prod(embedding_scales(config.get_text_config()))
+        else:
+            scale = text.mean / text_raw.mean
+            # If rows are just multiplied by a factor, the deviation scales with the mean.
+            is_uniform = abs(text.std - scale * text_raw.std) <= 0.01 * text.mean
+            if not is_uniform:
+                scale = None
         stored_norms = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
         vocabulary = None if scale is None else _moments(scale * stored_norms)
         if self._visual_table is not None:
@@ -93,26 +98,19 @@ class InterfaceProbe:
         )
 
     def _at_features(self, output: Any) -> None:
+        """Measures the output of `get_image_features`, and finds the newlines in it."""
         rows = output.last_hidden_state
         if rows is not None:
             if rows.dim() == 4:  # a convolutional encoder's (images, d, height, width)
                 rows = rows.flatten(2).mT
             self._add("encoder_output", rows)
-        self.newline = self._find_newlines(output.pooler_output)
-
-    def _find_newlines(self, image_features: Any) -> Tensor | None:
-        """Returns which image tokens are learned newlines, or None if the model has none.
-
-        `image_features` are the features of each image, `(..., d)`. A newline is one of the base
-        model's own parameters.
-        """
         matches = []
         for parameter in self._parts.inner.parameters(recurse=False):
-            if parameter.dim() == 1:
-                tokens = torch.cat([features.flatten(0, -2) for features in image_features])
+            if parameter.dim() == 1:  # a newline is one of the base model's own parameters
+                tokens = torch.cat([features.flatten(0, -2) for features in output.pooler_output])
                 if len(parameter) == tokens.shape[-1]:
                     matches.append((tokens == parameter.to(tokens)).all(-1))
-        return torch.stack(matches).any(0) if matches else None
+        self.newline = torch.stack(matches).any(0) if matches else None
 
     def _at_projector(self, projector: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
@@ -120,8 +118,7 @@ class InterfaceProbe:
             return
         if self._visual_table is None:
             registers = getattr(projector, "skipped_tokens", 0)  # not read, in this package's
-            if registers:
-                features = features[:, registers:]
+            features = features[:, registers:]
             self._add("projector_input", features)
         self._add("projector_output", output)
 
@@ -132,19 +129,6 @@ class InterfaceProbe:
         """Adds the norms of rows `(..., d)` at a stage."""
         norms = rows.to(widest(rows.device)).norm(dim=-1)
         self._moments[stage].add(norms.flatten())
-
-
-def _scale(text: Moments | None, stored: Moments | None, config: PreTrainedConfig) -> float | None:
-    """Returns the factor between the norms of text tokens as received and as stored.
-
-    Without text, it is taken from the configuration. Returns None if rows are not just multiplied
-    by a factor: the deviation then does not scale with the mean.
-    """
-    if text is None or stored is None or not stored.mean:
-        return math.prod(embedding_scales(config.get_text_config()))
-    scale = text.mean / stored.mean
-    is_uniform = abs(text.std - scale * stored.std) <= 0.01 * text.mean
-    return scale if is_uniform else None
 
 
 def _ratio(norms: Moments | None, reference: Moments | None) -> float | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ...checkpoint.precision import quantization_name
-from ..report import KINDS, Interface, Report
+from ..report import KINDS, Report
 from .depth import DepthProbe
 from .families import (
     Parts,
@@ -57,11 +57,21 @@ def probe(
     interface_probe = InterfaceProbe(parts)
     depth_probe = DepthProbe(parts.decoder.layers, parts.decoder.norm)
     special_ids = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
+
+    def kinds_of_pass() -> Tensor:
+        return token_kinds(inputs, config, special_ids, interface_probe.newline)
+
     token_counts = torch.zeros(len(KINDS), dtype=torch.long)
     sample_count = 0
     for batch in batches:
         inputs = model_inputs(parts, batch)
-        kind_masks = _measure_pass(parts, inputs, special_ids, interface_probe, depth_probe)
+        with (
+            in_evaluation_mode(parts.inner),
+            interface_probe.watching(),
+            depth_probe.watching(kinds_of_pass),
+        ):
+            parts.inner(**inputs, use_cache=False)
+        kind_masks = kinds_of_pass()
         interface_probe.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
         token_counts += kind_masks.sum(-1).cpu()
         sample_count += len(inputs["input_ids"])
@@ -75,6 +85,14 @@ def probe(
             f"{config.image_token_id}). Put it into the prompts, as the processor does."
         )
     interface_norms = interface_probe.result(depth_probe.norm_received())
+    left_out = []
+    if parts.projector is None:
+        left_out.append(f"The projector, whose name in {config.model_type!r} is not known.")
+    if interface_norms.scale is None:
+        left_out.append(
+            "N_text and what depends on it: norms of text tokens are not proportional to norms of "
+            "their embedding rows, because of an adapter on these, or of position embeddings."
+        )
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
@@ -86,26 +104,9 @@ def probe(
         tokens=tokens,
         interface=interface_norms,
         depth=depth_probe.result(),
-        left_out=_unmeasured(parts, interface_norms),
+        left_out=left_out,
         norm=config.projector_norm if config.model_type == "normalign_llava" else None,
     )
-
-
-def _measure_pass(
-    parts: Parts,
-    inputs: dict[str, Any],
-    special: set[int],
-    interface: InterfaceProbe,
-    depth: DepthProbe,
-) -> Tensor:
-    """Measures a forward pass, and returns the masks of its kinds of token, see [`token_kinds`]."""
-
-    def masks() -> Tensor:
-        return token_kinds(inputs, parts.model.config, special, interface.newline)
-
-    with in_evaluation_mode(parts.inner), interface.watching(), depth.watching(masks):
-        parts.inner(**inputs, use_cache=False)
-    return masks()
 
 
 def _precision_name(parts: Parts) -> str:
@@ -115,20 +116,6 @@ def _precision_name(parts: Parts) -> str:
         return quantization_name(model.config.quantization_config.to_dict())
     weight = next(parts.decoder.layers.parameters())
     return str(weight.dtype).removeprefix("torch.")
-
-
-def _unmeasured(parts: Parts, norms: Interface) -> list[str]:
-    """Returns sentences about what was not measured."""
-    left_out = []
-    if parts.projector is None:
-        family = parts.model.config.model_type
-        left_out.append(f"The projector, whose name in {family!r} is not known.")
-    if norms.scale is None:
-        left_out.append(
-            "N_text and what depends on it: norms of text tokens are not proportional to norms of "
-            "their embedding rows, because of an adapter on these, or of position embeddings."
-        )
-    return left_out
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:

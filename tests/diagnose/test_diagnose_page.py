@@ -22,23 +22,21 @@ from normalign_llava.diagnose.figures import (
     attention,
     cosine,
     draw,
+    drawable,
     dynamics,
+    elide,
     interface,
+    log_scale,
+    new_figure,
     norms,
+    ratio_title,
     rotation,
+    shown,
 )
 from normalign_llava.diagnose.findings import findings, verdict
 from normalign_llava.diagnose.page import write_page
 from normalign_llava.diagnose.report import Attention, Drawing, DynamicsStep, Moments
 from normalign_llava.diagnose.run import shown_image
-from normalign_llava.diagnose.style import (
-    drawable,
-    elide,
-    log_scale,
-    new_figure,
-    ratio_title,
-    shown,
-)
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error")]
