@@ -3,7 +3,7 @@
 
 llama.cpp's LLaVA pads a picture to a square. If the file lists sizes of tilings, as for LLaVA 1.6,
 llama.cpp stretches the whole picture to a square, and puts tiles of it beside. In a tiling of 0 x 0
-pixels there are no tiles, and the stretched picture remains: the pixels of SigLIP's processor.
+pixels, only the stretched picture is left. SigLIP's processor makes the same pixels.
 """
 
 from typing import Any

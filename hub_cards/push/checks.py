@@ -218,7 +218,7 @@ def check_gguf(checkpoint: Path) -> None:
         for name in models_of(modelfile):
             if name.endswith(".gguf") and not (folder / name).is_file():
                 faults.append(
-                    f"{modelfile} names {name}, but there is no such file. Write it, or correct "
+                    f"{modelfile} names {name}, but this file does not exist. Write it, or correct "
                     "or remove the Modelfile."
                 )
     recorded_hashes = {}
