@@ -201,7 +201,7 @@ def is_resumed(resume: str | bool | None) -> bool:
 
 
 def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
-    """Returns the checkpoint to resume from, or None for the beginning, and prints it.
+    """Returns the checkpoint to resume from, or None for the beginning. Prints the newest.
 
     Args:
         resume: The folder of a checkpoint. `"last"` or true is the newest complete checkpoint in
@@ -219,11 +219,28 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
         if has_result(output):
             raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
-    if str(resume).lower() in ("last", "true", "yes", "on"):
-        return last_checkpoint(output, world_size)
-    named = Path(str(resume))
-    check_named(named, output, world_size)
-    return named
+    if str(resume).lower() not in ("last", "true", "yes", "on"):
+        named = Path(str(resume))
+        check_named(named, output, world_size)
+        return named
+    newest = newest_complete(output, world_size)
+    unused = checkpoints_in(output)
+    if newest:
+        unused = unused[unused.index(newest) + 1 :]
+    console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    for checkpoint in unused:
+        if is_complete(checkpoint):
+            missing = "; ".join(missing_from(checkpoint, world_size))
+            raise ValueError(
+                f"Resuming from {newest or 'the beginning'} would write over {checkpoint}. It only "
+                f"lacks {missing}. Resume with as many processes, or remove it."
+            )
+        console.print(f"Skipped {checkpoint}: it was not written to its end.")
+    if newest is None and has_result(output):
+        raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
+    origin = newest or f"the beginning: {output} holds no complete checkpoint"
+    console.print(f"Resuming from {origin}.")
+    return newest
 
 
 def has_result(output: Path) -> bool:
@@ -253,32 +270,6 @@ def check_named(named: Path, output: Path, world_size: int) -> None:
             f"for the newest of the run that goes on from {named.name}. Remove them, or write to "
             "another --output_dir."
         )
-
-
-def last_checkpoint(output: Path, world_size: int) -> Path | None:
-    """Returns the newest complete checkpoint, or None for the beginning, and prints it.
-
-    Raises:
-        ValueError: Resuming would write over a checkpoint or a model.
-    """
-    newest = newest_complete(output, world_size)
-    unused = checkpoints_in(output)
-    if newest:
-        unused = unused[unused.index(newest) + 1 :]
-    console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    for checkpoint in unused:
-        if is_complete(checkpoint):
-            missing = "; ".join(missing_from(checkpoint, world_size))
-            raise ValueError(
-                f"Resuming from {newest or 'the beginning'} would write over {checkpoint}. It only "
-                f"lacks {missing}. Resume with as many processes, or remove it."
-            )
-        console.print(f"Skipped {checkpoint}: it was not written to its end.")
-    if newest is None and has_result(output):
-        raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
-    origin = newest or f"the beginning: {output} holds no complete checkpoint"
-    console.print(f"Resuming from {origin}.")
-    return newest
 
 
 def _training_record(folder: Path) -> dict[str, Any]:
