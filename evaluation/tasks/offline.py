@@ -76,7 +76,7 @@ def _test_split(
     for question, choices, category in questions:
         truths.append({"category": category, "answer": question.answer})
         document = {
-            "image": {"bytes": data.png(question.shown()), "path": None},
+            "image": ImageFeature().encode_example(question.shown()),
             "question": question.text,
             "answer": question.answer,
             "category": category,

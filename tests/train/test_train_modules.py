@@ -42,14 +42,15 @@ from normalign_llava.train.modules.load import (
 )
 from normalign_llava.train.modules.model import (
     base_model,
+    evaluating,
     freeze,
     frozen_modules,
     module_of,
     projector_norm,
     replaced,
+    train_in_float32,
     trained_parameters,
 )
-from normalign_llava.train.modules.precision import evaluating, train_in_float32
 from normalign_llava.train.modules.sharding import (
     fill_missing_gradients,
     load_sharded,

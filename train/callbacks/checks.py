@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from ..keeping.checkpoints import newest_complete
 from ..modules.forward import watching_outputs
-from ..modules.precision import evaluating
+from ..modules.model import evaluating
 from ..settings import RunConfig
 from .measurements import whole_norm
 
@@ -118,17 +118,12 @@ class FiniteCheck(TrainerCallback):
         place = self._first_bad_output(model, batches)
         if not place:
             place = "the loss" if bad_losses else "the gradients, with finite outputs"
-        self._require_skippable(place)
-        return False
-
-    def _require_skippable(self, place: str) -> None:
-        """Warns that a bad step is skipped. Raises FloatingPointError if it may not be skipped."""
         problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._consecutive_skips += 1
         may_skip = self._consecutive_skips < MAX_CONSECUTIVE_SKIPS
         if self.args.bad_steps == "skip" and may_skip:
             logger.warning(f"{problem} The step is skipped.")
-            return
+            return False
         raise FloatingPointError(
             f"{problem} {self._remedy()} --bad_steps skip, in a resumed run too, skips such steps, "
             f"but not {MAX_CONSECUTIVE_SKIPS} in a row."

@@ -52,7 +52,11 @@ def language_adapter(
     _check_supported(config)
     limited = copy.deepcopy(config)
     model = on_meta(model_config)
-    targets = _given_targets(config)
+    targets = config.target_modules
+    if targets in (None, "all-linear"):
+        targets = []
+    elif isinstance(targets, str):  # TRL makes text of a list of one name
+        targets = names_in(targets) or targets
     if isinstance(targets, str):
         limited.target_modules = targets
     else:
@@ -194,16 +198,6 @@ def linear_layers(model: nn.Module) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D):
             layer_names.add(module_path.rpartition(".")[2])
     return sorted(layer_names)
-
-
-def _given_targets(config: LoraConfig) -> str | list[str]:
-    """Returns `target_modules` as a pattern or a list of names. The list is empty by default."""
-    targets = config.target_modules
-    if targets in (None, "all-linear"):
-        return []
-    if isinstance(targets, str):
-        return names_in(targets) or targets  # TRL makes text of a list of one name
-    return targets
 
 
 def _adapted(config: LoraConfig, paths: Sequence[str], **changes: Any) -> list[str]:

@@ -154,12 +154,20 @@ def load_model(
         model = model_without_weights(cls, config, init_kwargs)
     else:
         model = checkpoint.load(cls, config=config, **init_kwargs)
+        # The norm is aligned if the arm adds it to the stored one or starts it at another gain.
+        stored_arm = arm_of(checkpoint.config)
+        arm = arm_of(config)
+        if arm not in (stored_arm, "none") and {stored_arm, arm} & {"none", "unit"}:
+            model.align_projector_norm()
+        norm = projector_norm(model)
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            # The checkpoint lacks the norm, and FSDP gives it the first process's values later. But
+            # accelerate takes two parameters on meta for one, and would never step the gain.
+            norm.to_empty(device="cpu")
     model.__class__ = NormAlignLlavaForConditionalGeneration
     # Loading with a configuration that is not the folder's leaves the name empty.
     model.name_or_path = checkpoint.name
     model.config.name_or_path = checkpoint.name
-    if not settings.dry_run:
-        _start_norm(model, arm_of(checkpoint.config), arm_of(config))
     if quantization_config is not None and not use_peft:
         _train_quantized(model)
     return model
@@ -174,34 +182,23 @@ def model_without_weights(
         cls: The model's class.
         config: The model's configuration.
         init_kwargs: The arguments of `from_pretrained`, with `dtype`.
+
+    Raises:
+        ValueError: The quantization is to 8 bits.
     """
     arguments = dict(init_kwargs)
     precision = getattr(torch, arguments.pop("dtype"))
     device_map = arguments.pop("device_map", None)
     quantization = arguments.pop("quantization_config", None)
+    if quantization is not None and quantization.load_in_8bit:
+        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
     with torch.device("meta"):
         model = cls._from_config(config, dtype=precision, **arguments)
     for parameter_name, parameter in model.named_parameters():
         if any(place in parameter_name for place in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
-    if quantization is not None:
-        _quantize(model, quantization, precision, device_map)
-    return model
-
-
-def _quantize(
-    model: PreTrainedModel,
-    quantization: BitsAndBytesConfig,
-    precision: torch.dtype,
-    device_map: Any,
-) -> None:
-    """Replaces the layers of the decoder, as `from_pretrained` does.
-
-    Raises:
-        ValueError: The quantization is to 8 bits.
-    """
-    if quantization.load_in_8bit:
-        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
+    if quantization is None:
+        return model
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or one on meta would be kept for all
@@ -217,6 +214,7 @@ def _quantize(
         module.weight._quantize("meta")
         if module.weight.quant_state.nested:
             module.weight.quant_state.offset = torch.zeros(())  # read where bytes are counted
+    return model
 
 
 def _class_to_load(learning_rates: dict[str, float], use_peft: bool) -> type:
@@ -233,17 +231,6 @@ def _class_to_load(learning_rates: dict[str, float], use_peft: bool) -> type:
             in_float32 += names
     attributes = {"_keep_in_fp32_modules_strict": in_float32, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
-
-
-def _start_norm(model: NormAlignLlavaForConditionalGeneration, stored_arm: str, arm: str) -> None:
-    """Aligns the norm, if the arm adds it to the stored one or starts it at another gain."""
-    if arm not in (stored_arm, "none") and {stored_arm, arm} & {"none", "unit"}:
-        model.align_projector_norm()
-    norm = projector_norm(model)
-    if any(parameter.is_meta for parameter in norm.parameters()):
-        # The checkpoint lacks the norm, and FSDP gives it the first process's values later. But
-        # accelerate takes two parameters on meta for one, and would never step the gain.
-        norm.to_empty(device="cpu")
 
 
 def _train_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:

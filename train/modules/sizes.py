@@ -95,26 +95,29 @@ def optimizer_bytes(
     if optimizer is not None:
         optimizer_name = optimizer[0].__name__.lower()
     if "8bit" in optimizer_name or "32bit" in optimizer_name:
-        return sum(
-            _bitsandbytes_state(optimizer_name, tensor, tensor in embeddings) for tensor in trained
-        )
-    state_bytes = None
+        states = next((number for kind, number in STATES.items() if kind in optimizer_name), 2)
+        state_bytes = 0
+        for tensor in trained:
+            count = parameter_count(tensor)
+            if "8bit" in optimizer_name and count >= 4096 and tensor not in embeddings:
+                state_bytes += states * (count + 4 * math.ceil(count / 256))
+            else:  # small tensors stay in 32 bits
+                state_bytes += states * 4 * count
+        return state_bytes
     with suppress(Exception):  # an optimizer may need a model, values, or a GPU
         cls, arguments = optimizer or Trainer.get_optimizer_cls_and_kwargs(args)
-        state_bytes = _states_of_step(cls, arguments, trained)
-    if state_bytes is None:
-        return sum(2 * parameter_count(tensor) * tensor.element_size() for tensor in trained)
-    return state_bytes
+        return _states_of_step(cls, arguments, trained)
+    return sum(2 * parameter_count(tensor) * tensor.element_size() for tensor in trained)
 
 
 def _states_of_step(
     cls: type[torch.optim.Optimizer], arguments: dict[str, Any], trained: Sequence[Tensor]
-) -> int | None:
+) -> int:
     """Returns the bytes of states after a step on meta, without numbers such as counts of steps.
 
     One parameter takes the step for all that have its shape and type. A model has hundreds of them,
     and the state of each is as large. Optimizers that read values fail in the step. Then the states
-    that exist so far are counted, or None is returned if a parameter has none.
+    that exist so far are counted, or the error is raised if a parameter has none.
     """
     counts_of_kinds = Counter(
         (getattr(tensor, "ds_shape", tensor.shape), tensor.dtype) for tensor in trained
@@ -130,26 +133,13 @@ def _states_of_step(
         optimizer.step()
     except (RuntimeError, NotImplementedError):
         if len(optimizer.state) < len(parameters):
-            return None
+            raise
     state_bytes = 0
     for parameter, count in zip(parameters, counts_of_kinds.values(), strict=True):
         for state in optimizer.state[parameter].values():
             if isinstance(state, Tensor) and state.dim():
                 state_bytes += count * state.nbytes
     return state_bytes
-
-
-def _bitsandbytes_state(name: str, parameter: Tensor, embedding: bool) -> int:
-    """Returns the bytes of the states that an optimizer of bitsandbytes keeps of a parameter."""
-    parameters = parameter_count(parameter)
-    states = 2
-    for optimizer_kind, number in STATES.items():
-        if optimizer_kind in name:
-            states = number
-            break
-    if "8bit" in name and parameters >= 4096 and not embedding:  # small tensors stay in 32 bits
-        return states * (parameters + 4 * math.ceil(parameters / 256))
-    return states * 4 * parameters
 
 
 def parameter_count(parameter: Tensor) -> int:
