@@ -166,7 +166,8 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with journal.step("evaluate after"):
         scores_after = ask_held_out(trained_checkpoint, settings.asked, journal.bf16)
     with journal.step("reload"):
-        questions = _shown_questions(settings.shown_per_kind)
+        shown_count = settings.shown_per_kind * (len(QUESTION_KINDS) + 1)  # emoji come last
+        questions = held_out(settings.shown_per_kind)[:shown_count]
         shown_answers, deviation = reload(trained_checkpoint, questions)
         write_answers_image(list(zip(questions, shown_answers, strict=True)), output / "images.png")
     baseline_folder = output / "baseline"
@@ -249,12 +250,6 @@ def _train_model(
         if not model_folder.exists():
             merge_adapter(stage2_folder, model_folder, base=str(stage1_folder))
     return model_folder
-
-
-def _shown_questions(count: int) -> list[Question]:
-    """Returns the held-out questions to show: `count` of each kind, and as many of emoji."""
-    kinds = len(QUESTION_KINDS) + 1  # emoji come last
-    return held_out(count)[: count * kinds]
 
 
 def _chosen(scores: dict[str, Any], *names: str) -> dict[str, Any]:
