@@ -115,9 +115,8 @@ class FiniteCheck(TrainerCallback):
             return labels > 0 or AcceleratorState().distributed_type == DistributedType.DEEPSPEED
         if self.args.fp16 and not bad_losses and (scaler is None or scaler.get_scale() >= 1):
             return True
-        place = self._first_bad_output(model, batches)
-        if not place:
-            place = "the loss" if bad_losses else "the gradients, with finite outputs"
+        without_bad_output = "the loss" if bad_losses else "the gradients, with finite outputs"
+        place = self._first_bad_output(model, batches) or without_bad_output
         problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._consecutive_skips += 1
         may_skip = self._consecutive_skips < MAX_CONSECUTIVE_SKIPS
@@ -157,8 +156,7 @@ class FiniteCheck(TrainerCallback):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # as a backward pass would: each shard has its own gradients
-        bad_outputs_of_all = gather_object(bad_outputs)
-        return bad_outputs_of_all[0] if bad_outputs_of_all else ""
+        return next(iter(gather_object(bad_outputs)), "")
 
     def _remedy(self) -> str:
         last_checkpoint = newest_complete(self.args.output_dir, self.args.world_size)
@@ -175,7 +173,7 @@ def weights_not_finite(model: nn.Module) -> list[str]:
     If parameters are sharded, the shards of all processes count. Whole parameters are not compared
     with other processes, as the first process may be the only one that saves them.
     """
-    largest_values: dict[str, Tensor] = {}
+    largest_values = {}
     is_sharded = False
     for parameter_name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's

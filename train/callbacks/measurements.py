@@ -16,10 +16,6 @@ from ..modules.model import base_model, module_of, projector_norm, trained_param
 from ..settings import RunConfig
 
 
-GRADIENT_PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
-"""Parts whose gradients are measured. The norm's gain and bias do not count as the projector."""
-
-
 class Measurements(TrainerCallback):
     """Measures the modules at the steps that are logged. Other steps cost next to nothing.
 
@@ -98,7 +94,10 @@ class Measurements(TrainerCallback):
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        """Removes the hooks, and measures the gradients of each part."""
+        """Removes the hooks, and measures the gradients of each part.
+
+        The norm's gain and bias are parts of their own, and do not count as the projector.
+        """
         for hook in self._hooks:
             hook.remove()
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:

@@ -171,7 +171,7 @@ def check_effect(
     embeddings_path = path_of_module[model.get_input_embeddings()]
     without_effect = [
         *_idle_targets(config, paths, targets),
-        *_idle_modules(config, model, excluded),
+        *_idle_modules(config, path_of_module, excluded),
         *_idle_tokens(config, model, paths, embeddings_path),
     ]
     if without_effect:
@@ -233,15 +233,16 @@ def _idle_targets(
             yield name
 
 
-def _idle_modules(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> Iterator[str]:
+def _idle_modules(
+    config: LoraConfig, path_of_module: dict[nn.Module, str], excluded: dict[str, str]
+) -> Iterator[str]:
     """Yields the names in `exclude_modules` and `modules_to_save` that match no module."""
-    modules = dict(model.named_modules())
-    leaves = [module_path for module_path, module in modules.items() if not list(module.children())]
+    leaves = [path for module, path in path_of_module.items() if not list(module.children())]
     for module_name, pattern in excluded.items():
         if not any(re.fullmatch(pattern, leaf) for leaf in leaves):
             yield module_name
     for module_name in config.modules_to_save or ():
-        if not any(module_path.endswith(module_name) for module_path in modules):
+        if not any(path.endswith(module_name) for path in path_of_module.values()):
             yield module_name
 
 
@@ -250,19 +251,15 @@ def _idle_tokens(
 ) -> Iterator[str]:
     """Yields the modules and tokens in `trainable_token_indices` that cannot be trained."""
     # The option is a list of tokens of the embeddings, or lists of tokens by name of module.
-    given_indices = config.trainable_token_indices or {}
-    if isinstance(given_indices, dict):
-        indices_by_module = given_indices
-    else:
-        embeddings_name = embeddings_path.rpartition(".")[2]
-        indices_by_module = {embeddings_name: given_indices}
-    trainable_tokens = set(range(model.get_input_embeddings().num_embeddings))
+    indices_by_module = config.trainable_token_indices or {}
+    if not isinstance(indices_by_module, dict):
+        indices_by_module = {embeddings_path.rpartition(".")[2]: indices_by_module}
     # Features of the image stand in for the image token, so its embedding gets no gradient.
-    trainable_tokens.discard(model.config.image_token_id)
+    embedding_count = model.get_input_embeddings().num_embeddings
+    trainable_tokens = {*range(embedding_count)} - {model.config.image_token_id}
     for module_name, indices in indices_by_module.items():
         matched_paths = [path for path in paths if path.endswith(module_name)]
-        matches_only_embeddings = matched_paths == [embeddings_path]
-        if not matches_only_embeddings:
+        if matched_paths != [embeddings_path]:  # only they can be trained so
             yield module_name
         for index in indices:
             if index not in trainable_tokens:

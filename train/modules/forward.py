@@ -94,9 +94,8 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
         if not trained_parameters(module):
             module.eval()
     for layer in inner.language_model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer) or layer.training:
-            continue
-        if layer.gradient_checkpointing:
+        is_checkpointed = isinstance(layer, GradientCheckpointingLayer)
+        if is_checkpointed and layer.gradient_checkpointing and not layer.training:
             layer.training = True  # transformers checkpoints in training mode only
             function = layer._gradient_checkpointing_func
             if getattr(function, "func", None) is not _checkpoint_frozen:

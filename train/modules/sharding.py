@@ -28,10 +28,11 @@ def prepare_sharding(accelerator: Accelerator, model: PreTrainedModel) -> None:
     norm_class = type(projector_norm(model))
     class_names = plugin.transformer_cls_names_to_wrap
     if not class_names:
-        layers = [
-            layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)
+        class_names = [
+            type(module).__name__
+            for module in model.modules()
+            if isinstance(module, GradientCheckpointingLayer)
         ]
-        class_names = [type(layer).__name__ for layer in layers]
     plugin.transformer_cls_names_to_wrap = sorted({*class_names, norm_class.__name__})
     prepare = accelerator.prepare
     fully_shard = fsdp.fully_shard

@@ -176,7 +176,7 @@ def disk_use(
         weights_in: Folders with files of frozen modules. These files are linked, not written.
         optimizer_class: The optimizer's class and arguments, in place of `args.optim`.
     """
-    trained_bytes = sum(tensor_bytes(tensor) for tensor in trained_parameters(model).values())
+    trained_bytes = sum(map(tensor_bytes, trained_parameters(model).values()))
     has_adapters = isinstance(model, PeftModel)
     weight_bytes = trained_bytes
     bytes_written_once = 0
@@ -191,7 +191,21 @@ def disk_use(
             if has_adapters or distribution == DistributedType.DEEPSPEED:
                 state_bytes += trained_bytes  # these states contain trained weights too
         checkpoint_bytes += state_bytes
-    kept_count = _checkpoints_kept(args, steps)
+    strategy = args.save_strategy.value
+    if strategy == "no":
+        saves = 0
+    elif strategy == "epoch":
+        saves = math.ceil(args.num_train_epochs)
+    else:
+        save_steps = args.save_steps
+        if save_steps < 1:
+            save_steps = math.ceil(save_steps * steps)
+        saves = math.ceil(steps / save_steps)
+    # The oldest is removed when the newest is written, and the best one stays.
+    limit = (args.save_total_limit or saves) + 1
+    if args.load_best_model_at_end and args.save_total_limit == 1:
+        limit += 1
+    kept_count = min(saves, limit)
     total_bytes = bytes_written_once + kept_count * checkpoint_bytes + weight_bytes
     return {"checkpoint": checkpoint_bytes, "checkpoints": kept_count, "total": total_bytes}
 
@@ -219,25 +233,6 @@ def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, i
         else:
             in_each_checkpoint += file_bytes
     return in_each_checkpoint, written_once
-
-
-def _checkpoints_kept(args: RunConfig, steps: int) -> int:
-    """Returns how many checkpoints of a run are on the disk at a time, at most."""
-    strategy = args.save_strategy.value
-    if strategy == "no":
-        return 0
-    if strategy == "epoch":
-        saves = math.ceil(args.num_train_epochs)
-    else:
-        save_steps = args.save_steps
-        if save_steps < 1:
-            save_steps = math.ceil(save_steps * steps)
-        saves = math.ceil(steps / save_steps)
-    # The oldest is removed when the newest is written, and the best one stays.
-    limit = (args.save_total_limit or saves) + 1
-    if args.load_best_model_at_end and args.save_total_limit == 1:
-        limit += 1
-    return min(saves, limit)
 
 
 def check_disk(output_dir: Path, size: int) -> None:
