@@ -59,10 +59,8 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
 
 def state_files(checkpoint: Path) -> list[Path]:
     """Returns the files of states that torch wrote. Each is a zip archive."""
-    states: list[Path] = []
-    for pattern in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"):
-        states += checkpoint.glob(pattern)
-    return sorted(states)
+    patterns = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+    return sorted(file for pattern in patterns for file in checkpoint.glob(pattern))
 
 
 @contextmanager
@@ -71,10 +69,8 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if checkpoint is None:
-            raise
-        damaged = _unreadable_file(Path(checkpoint))
-        if damaged is None:
+        damaged = checkpoint and _unreadable_file(Path(checkpoint))
+        if not damaged:
             raise
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
@@ -86,17 +82,15 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
 def _unreadable_file(checkpoint: Path) -> Path | None:
     """Reads the files of a checkpoint. Returns the first one that cannot be read, or None."""
     for path in [*state_files(checkpoint), *sorted(checkpoint.glob("*.safetensors"))]:
-        damaged_entry = None
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
                     pass
             else:
                 with ZipFile(path) as archive:
-                    damaged_entry = archive.testzip()
+                    if archive.testzip() is not None:
+                        return path
         except (OSError, ValueError, BadZipFile, SafetensorError):
-            return path
-        if damaged_entry is not None:
             return path
     return None
 

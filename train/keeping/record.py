@@ -363,12 +363,9 @@ def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float
             "--output_dir."
         )
     before["build"] = json_or_none(checkpoint / BUILD_RECORD)
-    old_values = _compared(before)
-    new_values = _compared({**record, "build": build})
-    for key in LATER:
-        if key not in before or key not in record:
-            del old_values[key]
-            del new_values[key]
+    later_keys = [key for key in LATER if key in before and key in record]
+    old_values = _compared(before, later_keys)
+    new_values = _compared({**record, "build": build}, later_keys)
     changes = []
     for option in sorted(old_values.keys() | new_values.keys()):
         old_value = old_values.get(option, "the default")
@@ -383,13 +380,13 @@ def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float
     return before.get("seconds", 0.0)
 
 
-def _compared(record: dict[str, Any]) -> dict[str, Any]:
+def _compared(record: dict[str, Any], later_keys: Sequence[str]) -> dict[str, Any]:
     """Returns what must be equal in two records of one run, by names that users know."""
     options = record["options"].items()
     compared = {option: value for option, value in options if option not in FREE}
     if compared.get("packing"):  # more epochs may need more passes, for the same steps
         compared.pop("gradient_accumulation_steps", None)
-    for key in ("stage", "arm", "quantization", *LATER):
+    for key in ("stage", "arm", "quantization", *later_keys):
         compared[key] = record.get(key)
     learning_rates = record.get("learning_rates") or {}
     for module, rate in learning_rates.items():
