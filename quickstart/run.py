@@ -78,16 +78,16 @@ class Journal:
         current_settings = json.loads(json.dumps(asdict(settings)))  # as it will be read back
         state = json_or_none(self.file)
         if not state:
-            bf16 = half_precision_pays()
-            state = {"settings": current_settings, "bf16": bf16, "seconds": {}}
+            state = {"settings": current_settings, "bf16": half_precision_pays(), "seconds": {}}
         kept_settings = state["settings"]
         changed = [
             name for name in current_settings if kept_settings.get(name) != current_settings[name]
         ]
         if changed:
-            remedy = "name another output folder, or remove this one"
-            names = ", ".join(changed)
-            raise ValueError(f"{output} holds a run with other settings ({names}): {remedy}")
+            raise ValueError(
+                f"{output} holds a run with other settings ({', '.join(changed)}): name another "
+                "output folder, or remove this one"
+            )
         self.bf16: bool = state["bf16"]
         self.seconds: dict[str, float] = state["seconds"]
         self.state = state

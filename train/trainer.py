@@ -37,8 +37,7 @@ from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.checks import FiniteCheck, PackedAttentionCheck
-from .callbacks.measurements import Measurements
+from .callbacks.checks import FiniteCheck, Measurements, PackedAttentionCheck
 from .callbacks.progress import LossCurve, show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
@@ -53,19 +52,23 @@ from .keeping.record import check_resumed, data_record, digest_of_lengths, train
 from .keeping.summary import RunSummary, summary
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
-from .modules.forward import eval_frozen, wrap_forward
 from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
     MODULES,
     base_model,
+    eval_frozen,
+    fill_missing_gradients,
     freeze,
     frozen_modules,
+    load_sharded,
     module_of,
+    prepare_sharding,
     replaced,
+    sharding,
     train_in_float32,
     trained_parameters,
+    wrap_forward,
 )
-from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
 from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
     GivenData,

@@ -25,9 +25,6 @@ LOG_COLUMNS = {
 }
 """The columns between step and time left: key in the log, width and format."""
 
-LOSS_CURVE = "loss.png"
-"""File in `output_dir`."""
-
 PAUSE = 60.0
 """Seconds between two drawings."""
 
@@ -161,7 +158,7 @@ class LossCurve(TrainerCallback):
         if all(len(losses) < FEWEST for losses in curves.values()):
             return
         self._drawn_at = time.monotonic()
-        picture = Path(args.output_dir) / LOSS_CURVE
+        picture = Path(args.output_dir) / "loss.png"
         try:
             with atomic_write(picture) as partial:
                 draw_losses(curves, partial, best=state.best_global_step)

@@ -35,8 +35,6 @@ from ..settings import RunConfig
 
 logger = get_logger(__name__)  # logs in one process only
 
-DEFAULT_COUNT = 4
-
 
 def write_step(file: Path, step: int, entries: Sequence[dict[str, Any]]) -> None:
     """Writes entries about a step, a line each, after the lines of earlier steps.
@@ -141,7 +139,7 @@ def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "Sam
     """
     sample_count = args.sample_count
     if sample_count is None:
-        sample_count = DEFAULT_COUNT
+        sample_count = 4
     if held_out is None or sample_count == 0:
         return None
     if is_sharded:

@@ -208,8 +208,10 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
     """
     if not is_resumed(resume):
         if checkpoints_in(output):
-            remedy = "Add --resume_from_checkpoint, or change --output_dir."
-            raise ValueError(f"{output} holds an earlier run. {remedy}")
+            raise ValueError(
+                f"{output} holds an earlier run. Add --resume_from_checkpoint, or change "
+                "--output_dir."
+            )
         if has_result(output):
             raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
@@ -251,12 +253,13 @@ def check_named(named: Path, output: Path, world_size: int) -> None:
     missing = missing_from(named, world_size)
     if missing:
         raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
-    if earlier and named.resolve().parent != output.resolve():
+    place = named.resolve()
+    if earlier and place.parent != output.resolve():
         raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
     places = [checkpoint.resolve() for checkpoint in earlier]
-    if named.resolve() not in places:
+    if place not in places:
         return
-    after = earlier[places.index(named.resolve()) + 1 :]
+    after = earlier[places.index(place) + 1 :]
     later_names = [checkpoint.name for checkpoint in after if is_complete(checkpoint)]
     if later_names:
         raise ValueError(

@@ -87,12 +87,13 @@ def training_record(
     """
     model = loaded.model
     args = loaded.settings
-    options = {}
     model_options = {"model_name_or_path": model.name_or_path or None}
     model_options |= args.model_init_kwargs or {}
-    for option, value in _plain(model_options).items():
-        if value is not None and option not in LEFT_OUT:
-            options[option] = value
+    options = {
+        option: value
+        for option, value in _plain(model_options).items()
+        if value is not None and option not in LEFT_OUT
+    }
     for further_options in more_options:
         options |= _changed(further_options)
     options |= _changed(args, ALWAYS_RECORDED)
@@ -382,8 +383,7 @@ def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float
 
 def _compared(record: dict[str, Any], later_keys: Sequence[str]) -> dict[str, Any]:
     """Returns what must be equal in two records of one run, by names that users know."""
-    options = record["options"].items()
-    compared = {option: value for option, value in options if option not in FREE}
+    compared = {name: value for name, value in record["options"].items() if name not in FREE}
     if compared.get("packing"):  # more epochs may need more passes, for the same steps
         compared.pop("gradient_accumulation_steps", None)
     for key in ("stage", "arm", "quantization", *later_keys):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from peft import PeftModel
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from transformers import Trainer, TrainingArguments
 from ...checkpoint import weights as stored
 from ..keeping.checkpoints import checkpoints_in
 from ..settings import RunConfig
-from .model import frozen_modules, trained_parameters
-from .sharding import sharding_stage
+from .model import frozen_modules, sharding, sharding_stage, trained_parameters
 
 
 PARAMETERS = "weights"
@@ -74,8 +72,7 @@ def memory_factors(args: TrainingArguments) -> dict[str, float]:
     for part, stage in first_stages.items():
         if sharding_stage() >= stage:
             factors[part] = 1 / args.world_size
-    distribution = AcceleratorState().distributed_type
-    if distribution in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+    if AcceleratorState().distributed_type.startswith("MULTI_"):
         factors[GRADIENTS] = 2.0  # DDP has a copy of them in buckets
     return factors
 
@@ -184,11 +181,10 @@ def disk_use(
         weight_bytes, bytes_written_once = _weights_bytes(model, weights_in)
     checkpoint_bytes = weight_bytes
     if not args.save_only_model:
-        distribution = AcceleratorState().distributed_type
         state_bytes = static_bytes(model, args, optimizer_class)[OPTIMIZER]
-        if distribution in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if sharding() != "none":
             state_bytes *= args.world_size
-            if has_adapters or distribution == DistributedType.DEEPSPEED:
+            if has_adapters or sharding() == "DeepSpeed":
                 state_bytes += trained_bytes  # these states contain trained weights too
         checkpoint_bytes += state_bytes
     strategy = args.save_strategy.value
