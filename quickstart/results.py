@@ -9,7 +9,6 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +25,7 @@ from ..fetched.easy_vqa import CHOICES, OVERALL, QUESTION_KINDS, Question, load_
 EASY_VQA_TASK = "offline_easy_vqa"
 EMOJI_TASK = "offline_emoji"
 METRICS = {kind: (EASY_VQA_TASK, f"acc_{kind.replace('/', '_')}") for kind in QUESTION_KINDS}
-METRICS[OVERALL] = (EASY_VQA_TASK, "acc")
-METRICS["emoji"] = (EMOJI_TASK, "acc")
+METRICS |= {OVERALL: (EASY_VQA_TASK, "acc"), "emoji": (EMOJI_TASK, "acc")}
 """Task of the offline suite and metric of each kind of question."""
 
 
@@ -107,7 +105,7 @@ def read_report(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_answers_image(answered: Sequence[tuple[Question, str]], output: Path) -> None:
-    """Writes a PNG of held-out images, each with its question, the answer and the truth."""
+    """Writes a PNG of held-out images: above each question and answer, below the truth if wrong."""
     column_count = 4
     row_count = ceil(len(answered) / column_count)
     figure = Figure(figsize=(2.4 * column_count, 2.7 * row_count), layout="constrained")
@@ -115,23 +113,18 @@ def write_answers_image(answered: Sequence[tuple[Question, str]], output: Path) 
     for image_axes in grid.flat:
         image_axes.set_axis_off()
     for image_axes, (question, answer) in zip(grid.flat, answered, strict=False):
-        _draw_answer(image_axes, question, answer)
+        text_style = {"transform": image_axes.transAxes, "ha": "center", "fontsize": 9}
+        answer_choices = CHOICES.get(question.kind, (question.answer,))
+        is_right = named(answer, answer_choices) == question.answer
+        image_axes.imshow(load_image(question.image))
+        image_axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
+        caption = shorten(answer, 40, placeholder=" ...")
+        color = "green" if is_right else "crimson"
+        image_axes.text(0.5, 1.02, caption, color=color, weight="bold", **text_style)
+        if not is_right:
+            image_axes.text(0.5, -0.08, f"truth: {question.answer}", **text_style)
     with atomic_write(output) as partial:
         figure.savefig(partial, format="png", dpi=120, bbox_inches="tight")
-
-
-def _draw_answer(axes: Axes, question: Question, answer: str) -> None:
-    """Draws an image, above it the question and the answer, below it the truth if that is wrong."""
-    text_style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
-    answer_choices = CHOICES.get(question.kind, (question.answer,))
-    is_right = named(answer, answer_choices) == question.answer
-    axes.imshow(load_image(question.image))
-    axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
-    caption = shorten(answer, 40, placeholder=" ...")
-    color = "green" if is_right else "crimson"
-    axes.text(0.5, 1.02, caption, color=color, weight="bold", **text_style)
-    if not is_right:
-        axes.text(0.5, -0.08, f"truth: {question.answer}", **text_style)
 
 
 def print_results(console: Console, results: dict, output: Path, pages: Sequence[Path]) -> None:
@@ -146,7 +139,21 @@ def print_results(console: Console, results: dict, output: Path, pages: Sequence
         output: Folder of the run.
         pages: The pages of the diagnoses.
     """
-    console.print(_accuracy_table(results))
+    accuracy_columns = {
+        "before": results["before"]["accuracy"],
+        "after": results["after"]["accuracy"],
+        "after, blank image": results["after"]["blank"],
+    }
+    if results["baseline"]:
+        accuracy_columns["without the norm"] = results["baseline"]["accuracy"]
+    accuracy_columns["majority answer"] = results["majority"]
+    table = Table("kind", title="Held-out accuracy", title_justify="left")
+    for column_title in ("questions", *accuracy_columns):
+        table.add_column(column_title, justify="right")
+    for question_kind in METRICS:
+        accuracies = [f"{column[question_kind]:.2f}" for column in accuracy_columns.values()]
+        table.add_row(question_kind, str(results["count"][question_kind]), *accuracies)
+    console.print(table)
     total_seconds = sum(seconds for step, seconds in results["seconds"].items() if step != "fetch")
     console.print(f"All but fetching took {total_seconds:.0f} seconds.")
     logits = "the same logits" if results["reloaded_alike"] else "[red]other logits"
@@ -163,22 +170,3 @@ def print_results(console: Console, results: dict, output: Path, pages: Sequence
     ]
     for label, result_file in files:
         console.print(f"{label:11} {result_file}", markup=False, soft_wrap=True)
-
-
-def _accuracy_table(results: dict) -> Table:
-    """Returns a table of accuracy by kind of question: before and after training, and controls."""
-    accuracy_columns = {
-        "before": results["before"]["accuracy"],
-        "after": results["after"]["accuracy"],
-        "after, blank image": results["after"]["blank"],
-    }
-    if results["baseline"]:
-        accuracy_columns["without the norm"] = results["baseline"]["accuracy"]
-    accuracy_columns["majority answer"] = results["majority"]
-    table = Table("kind", title="Held-out accuracy", title_justify="left")
-    for column_title in ("questions", *accuracy_columns):
-        table.add_column(column_title, justify="right")
-    for question_kind in METRICS:
-        accuracies = [f"{column[question_kind]:.2f}" for column in accuracy_columns.values()]
-        table.add_row(question_kind, str(results["count"][question_kind]), *accuracies)
-    return table

@@ -78,16 +78,16 @@ class Journal:
         current_settings = json.loads(json.dumps(asdict(settings)))  # as it will be read back
         state = json_or_none(self.file)
         if not state:
-            bf16 = half_precision_pays()
-            state = {"settings": current_settings, "bf16": bf16, "seconds": {}}
+            state = {"settings": current_settings, "bf16": half_precision_pays(), "seconds": {}}
         kept_settings = state["settings"]
         changed = [
             name for name in current_settings if kept_settings.get(name) != current_settings[name]
         ]
         if changed:
-            remedy = "name another output folder, or remove this one"
-            names = ", ".join(changed)
-            raise ValueError(f"{output} holds a run with other settings ({names}): {remedy}")
+            raise ValueError(
+                f"{output} holds a run with other settings ({', '.join(changed)}): name another "
+                "output folder, or remove this one"
+            )
         self.bf16: bool = state["bf16"]
         self.seconds: dict[str, float] = state["seconds"]
         self.state = state
@@ -166,7 +166,8 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with journal.step("evaluate after"):
         scores_after = ask_held_out(trained_checkpoint, settings.asked, journal.bf16)
     with journal.step("reload"):
-        questions = _shown_questions(settings.shown_per_kind)
+        shown_count = settings.shown_per_kind * (len(QUESTION_KINDS) + 1)  # emoji come last
+        questions = held_out(settings.shown_per_kind)[:shown_count]
         shown_answers, deviation = reload(trained_checkpoint, questions)
         write_answers_image(list(zip(questions, shown_answers, strict=True)), output / "images.png")
     baseline_folder = output / "baseline"
@@ -249,12 +250,6 @@ def _train_model(
         if not model_folder.exists():
             merge_adapter(stage2_folder, model_folder, base=str(stage1_folder))
     return model_folder
-
-
-def _shown_questions(count: int) -> list[Question]:
-    """Returns the held-out questions to show: `count` of each kind, and as many of emoji."""
-    kinds = len(QUESTION_KINDS) + 1  # emoji come last
-    return held_out(count)[: count * kinds]
 
 
 def _chosen(scores: dict[str, Any], *names: str) -> dict[str, Any]:

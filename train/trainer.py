@@ -37,8 +37,7 @@ from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.checks import FiniteCheck, PackedAttentionCheck
-from .callbacks.measurements import Measurements
+from .callbacks.checks import FiniteCheck, Measurements, PackedAttentionCheck
 from .callbacks.progress import LossCurve, show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
@@ -53,19 +52,23 @@ from .keeping.record import check_resumed, data_record, digest_of_lengths, train
 from .keeping.summary import RunSummary, summary
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
-from .modules.forward import eval_frozen, wrap_forward
 from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
     MODULES,
     base_model,
+    eval_frozen,
+    fill_missing_gradients,
     freeze,
     frozen_modules,
+    load_sharded,
     module_of,
+    prepare_sharding,
     replaced,
+    sharding,
+    train_in_float32,
     trained_parameters,
+    wrap_forward,
 )
-from .modules.precision import train_in_float32
-from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
 from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
     GivenData,
@@ -292,13 +295,13 @@ class NormAlignTrainer(SFTTrainer):
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
-            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
+            from .callbacks.step_lines import CosineProbe  # late: few runs have one
 
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
         is_ours = isinstance(self.data_collator, ConversationCollator)  # others' rows are unknown
         if self.eval_dataset is not None and is_ours and args.sample_count != 0:
-            from .callbacks.samples import sample_callback  # late: it imports what answers
+            from .callbacks.step_lines import sample_callback  # late: it imports what answers
 
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
             samples = sample_callback(self.eval_dataset, args, is_sharded=is_sharded)

@@ -74,7 +74,7 @@ def _test_split(questions: Iterable[data.Question]) -> dict[str, Dataset]:
             category = question.kind.replace("/", "_")
         truths.append({"category": category, "answer": question.answer})
         document = {
-            "image": {"bytes": data.png(question.shown()), "path": None},
+            "image": ImageFeature().encode_example(question.shown()),
             "question": question.text,
             "answer": question.answer,
             "category": category,

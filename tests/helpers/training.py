@@ -23,6 +23,10 @@ from normalign_llava.train.settings import RunConfig, complete
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
+GRADIENT_PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
+"""Parts whose gradients the trainer logs."""
+
+
 def checkpoint(folder: Path, **options) -> Path:
     """A copy of a checkpoint and its parts, made once in a process; `options` are of [`_made`]."""
     shutil.copytree(_made(**options).name, folder, dirs_exist_ok=True)

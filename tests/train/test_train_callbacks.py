@@ -29,8 +29,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.train.callbacks import progress
-from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, layer_cosines
-from normalign_llava.train.callbacks.measurements import GRADIENT_PARTS, Measurements
+from normalign_llava.train.callbacks.checks import Measurements
+from normalign_llava.train.callbacks.step_lines import DYNAMICS, CosineProbe, layer_cosines
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.modules.model import base_model
 
@@ -182,9 +182,9 @@ def test_gradient_norms_are_measured_before_clipping(trainer_after_a_step):
     # TRL's forward is a closure over the model it was made for, so the copy's is the class's own.
     del base_model(model).forward
     backward(model, trainer_after_a_step.batches)
-    squares = dict.fromkeys(GRADIENT_PARTS, 0.0)
+    squares = dict.fromkeys(training.GRADIENT_PARTS, 0.0)
     if not trainer_after_a_step.learning_rates["vision"]:
-        del squares[GRADIENT_PARTS[0]]
+        del squares[training.GRADIENT_PARTS[0]]
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
             squares[part_of(parameter_name)] += parameter.grad.square().sum().item()
@@ -412,7 +412,9 @@ def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
         assert log_entry["norm/visual"] > 0
         assert log_entry["grad_norm/gain"] > 0
         assert "clip/share" not in log_entry  # nothing is clipped
-        part_norms = [log_entry[f"grad_norm/{gradient_part}"] for gradient_part in GRADIENT_PARTS]
+        part_norms = [
+            log_entry[f"grad_norm/{gradient_part}"] for gradient_part in training.GRADIENT_PARTS
+        ]
         assert math.hypot(*part_norms) > 0
 
 
@@ -636,7 +638,7 @@ def test_all_keys_that_are_logged_are_documented_and_no_others(tmp_path, checkpo
             logged_keys.update(log_entry)
     expected = set()
     for key in documented("The log"):
-        for gradient_part in GRADIENT_PARTS:
+        for gradient_part in training.GRADIENT_PARTS:
             expected.add(key.replace("PART", gradient_part))
     assert logged_keys == expected
 

@@ -21,7 +21,6 @@ from prepared import Prepared
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.parse import DroppedRows
-from normalign_llava.train.callbacks.measurements import GRADIENT_PARTS
 from normalign_llava.train.command import CONFIGS
 from normalign_llava.train.keeping.checkpoints import missing_from, only_run
 
@@ -367,7 +366,7 @@ FIGURES = {
     "cosine/visual",
     "cosine/text",
 }
-for gradient_part in GRADIENT_PARTS:
+for gradient_part in training.GRADIENT_PARTS:
     FIGURES.add(f"grad_norm/{gradient_part}")
 
 

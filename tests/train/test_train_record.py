@@ -239,35 +239,6 @@ def test_no_local_path_is_in_a_record(tmp_path, monkeypatch):
     }
 
 
-def test_of_the_accelerator_a_record_has_what_is_not_the_default():
-    expected = {
-        "even_batches": False,
-        "use_seedable_sampler": False,
-        "gradient_accumulation_kwargs": {"sync_each_batch": True},
-    }
-    config = AcceleratorConfig(non_blocking=True, dispatch_batches=True, **expected)
-    assert record._changes_of_accelerator(config) == expected
-    assert record._changes_of_accelerator(AcceleratorConfig()) == {}
-
-
-def test_of_adapters_a_record_has_what_is_not_the_default():
-    config = LoraConfig(r=4, target_modules=["v", "q"], base_model_name_or_path="/here/model")
-    config.revision = "v2"
-    config.peft_version = "0.1"
-    config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
-    assert record._changes_of_adapters(config) == {"r": 4, "target_modules": ["q", "v"]}
-
-
-def test_of_adapters_a_record_has_what_was_switched_off():
-    config = LoraConfig(init_lora_weights=False)  # the default is True
-    assert record._changes_of_adapters(config) == {"init_lora_weights": False}
-
-
-def test_a_record_has_the_class_and_the_options_of_an_optimizer():
-    optimizer = (torch.optim.SGD, {"lr": 0.1})
-    assert record._optimizer_record(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
-
-
 FLOAT32 = Precision(bf16=False, fp16=False)
 TOLD_ELSEWHERE = {
     "run_name": "mine",
@@ -296,16 +267,16 @@ def make_record(recorded_settings):
     model = tiny.model()
     model.config.text_embedding_norm = 0.75
 
-    def make(*other_options):
+    def make(*other_options, adapters=None, optimizer=None):
         dropped = [DroppedRow("a.json", 3, "x.png", "is truncated")]
         report = DataReport([SourceReport("a.json", "train", dropped=dropped)])
         plan = Plan(
             recorded_settings,
             FLOAT32,
             {"norm": 1e-3},
-            OpenedModel(model, None, model.config, None, None, None, None),
+            OpenedModel(model, None, model.config, None, adapters, None, None),
             CheckedData(None, None, None, report),
-            optimizer=None,
+            optimizer,
         )
         loaded_model = LoadedModel(
             model,
@@ -377,6 +348,37 @@ def test_a_record_has_how_the_model_is_loaded_and_no_revision(make_record, recor
     assert options["dtype"] == "bfloat16"
     assert "attn_implementation" not in options
     assert "revision" not in options
+
+
+def test_of_the_accelerator_a_record_has_what_is_not_the_default(make_record, recorded_settings):
+    expected = {
+        "even_batches": False,
+        "use_seedable_sampler": False,
+        "gradient_accumulation_kwargs": {"sync_each_batch": True},
+    }
+    config = AcceleratorConfig(non_blocking=True, dispatch_batches=True, **expected)
+    recorded_settings.accelerator_config = config
+    assert make_record()["options"]["accelerator_config"] == expected
+    recorded_settings.accelerator_config = AcceleratorConfig()
+    assert "accelerator_config" not in make_record()["options"]
+
+
+def test_of_adapters_a_record_has_what_is_not_the_default(make_record):
+    config = LoraConfig(r=4, target_modules=["v", "q"], base_model_name_or_path="/here/model")
+    config.revision = "v2"
+    config.peft_version = "0.1"
+    config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
+    assert make_record(adapters=config)["adapters"] == {"r": 4, "target_modules": ["q", "v"]}
+
+
+def test_of_adapters_a_record_has_what_was_switched_off(make_record):
+    config = LoraConfig(init_lora_weights=False)  # the default is True
+    assert make_record(adapters=config)["adapters"] == {"init_lora_weights": False}
+
+
+def test_a_record_has_the_class_and_the_options_of_an_optimizer(make_record):
+    training_record = make_record(optimizer=(torch.optim.SGD, {"lr": 0.1}))
+    assert training_record["optimizer"] == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from train_data import inside
 from transformers import TrainerState
 
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.train.callbacks.samples import _short, sample_callback
-from normalign_llava.train.callbacks.step_lines import read_lines_before
+from normalign_llava.train.callbacks.step_lines import _short, sample_callback, write_step
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.options import NormAlignConfig
 
@@ -277,10 +276,14 @@ def test_as_many_rows_are_answered_as_the_options_say(evaluated_options):
 
 def test_lines_of_this_step_and_later_ones_are_dropped(tmp_path):
     samples_path = tmp_path / "samples.jsonl"
-    assert read_lines_before(samples_path, 2) == []
-    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
-    samples_path.write_text("\n".join(lines) + "\n")
-    assert read_lines_before(samples_path, 2) == lines[:1]
+    write_step(samples_path, 1, [{"answer": "ä"}])
+    first_line = samples_path.read_text()
+    assert json.loads(first_line) == {"step": 1, "answer": "ä"}
+    for step in (2, 3):
+        write_step(samples_path, step, [{"answer": "b"}, {"answer": "c"}])
+    write_step(samples_path, 2, [{"answer": "d"}])
+    expected = first_line + json.dumps({"step": 2, "answer": "d"}) + "\n"
+    assert samples_path.read_text() == expected
 
 
 @pytest.mark.parametrize(

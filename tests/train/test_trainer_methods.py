@@ -25,7 +25,7 @@ from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.hub_cards.card import write
 from normalign_llava.train import trainer as trainer_module
-from normalign_llava.train.callbacks.progress import PAUSE, LossCurve, draw_losses, loss_curves
+from normalign_llava.train.callbacks.progress import PAUSE, LossCurve, draw_losses
 from normalign_llava.train.collator import ConversationCollator
 
 
@@ -1027,7 +1027,7 @@ def test_the_loss_curve_has_all_steps_of_a_resumed_run(tmp_path, checkpoint, cur
         assert picture.size == (1050, 600)  # 7 by 4 inches
 
 
-def test_the_curves_are_the_loss_and_every_held_out_loss():
+def test_the_curves_are_the_loss_and_every_held_out_loss(tmp_path, curves):
     history = [
         {"step": 2, "loss": 3.0, "learning_rate": 0.1},
         {
@@ -1039,24 +1039,29 @@ def test_the_curves_are_the_loss_and_every_held_out_loss():
         {"step": 1, "loss": 4.0},
         {"step": 2, "loss": 2.5},  # the step of a resumed run
         {"step": 2, "train_loss": 1.0},
+        {"step": 3, "loss": 2.0},
         {"step": 3, "eval_loss": 7.0},
     ]
-    assert loss_curves(history) == {
-        "loss": [(1, 4.0), (2, 2.5)],
-        "eval_easy_loss": [(2, 5.0)],
-        "eval_hard_loss": [(2, 6.0)],
-        "eval_loss": [(3, 7.0)],
-    }
+    train_options = SimpleNamespace(output_dir=str(tmp_path))
+    LossCurve().on_train_end(train_options, TrainerState(log_history=history), None)
+    assert curves.drawn == [
+        {
+            "training": [[1, 4.0], [2, 2.5], [3, 2.0]],
+            "held out: easy": [[2, 5.0]],
+            "held out: hard": [[2, 6.0]],
+            "held out": [[3, 7.0]],
+        }
+    ]
 
 
 @pytest.mark.parametrize("best_step", [None, 2])
 def test_each_curve_has_its_name_and_the_best_step_a_line(tmp_path, curves, best_step):
-    points = {
-        "loss": [(1, 4.0), (2, 2.5)],
-        "eval_loss": [(2, 3.0)],
-        "eval_hard_loss": [(2, 6.0)],
+    losses = {
+        "loss": {1: 4.0, 2: 2.5},
+        "eval_loss": {2: 3.0},
+        "eval_hard_loss": {2: 6.0},
     }
-    draw_losses(points, tmp_path / "a.png", best=best_step)
+    draw_losses(losses, tmp_path / "a.png", best=best_step)
     expected = {
         "training": [[1, 4.0], [2, 2.5]],
         "held out": [[2, 3.0]],

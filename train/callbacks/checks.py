@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that stop a run: values are finite, and rows of one sequence are kept apart."""
+"""Checks that stop a run, and measurements for the log.
+
+The checks are that values are finite, and that rows of one sequence are kept apart.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, gather_object, reduce
+from accelerate.utils import gather_object, reduce
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from ...diagnose.measure.families import decoder_layers, token_positions
+from ...modeling_normalign_llava import gain_magnitude, gathered
 from ..keeping.checkpoints import newest_complete
-from ..modules.forward import watching_outputs
-from ..modules.precision import evaluating
+from ..modules.model import (
+    base_model,
+    evaluating,
+    module_of,
+    projector_norm,
+    sharding,
+    trained_parameters,
+    watching_outputs,
+)
 from ..settings import RunConfig
-from .measurements import whole_norm
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -27,9 +37,6 @@ _IGNORED = -100  # the label of a token that is not learned
 
 MAX_CONSECUTIVE_SKIPS = 10
 """A run that skips bad steps stops after so many in a row."""
-
-ROWS = [[5, 6, 7, 8, 9, 10], [6, 7, 8, 9, 10, 11], [9, 5, 11, 7, 12, 8]]
-"""Rows of token ids that every vocabulary has."""
 
 
 class FiniteCheck(TrainerCallback):
@@ -112,23 +119,17 @@ class FiniteCheck(TrainerCallback):
             if not labels:
                 logger.warning(f"Step {self._step} has no labels, and is passed over.")
             # DeepSpeed takes every step.
-            return labels > 0 or AcceleratorState().distributed_type == DistributedType.DEEPSPEED
+            return labels > 0 or sharding() == "DeepSpeed"
         if self.args.fp16 and not bad_losses and (scaler is None or scaler.get_scale() >= 1):
             return True
-        place = self._first_bad_output(model, batches)
-        if not place:
-            place = "the loss" if bad_losses else "the gradients, with finite outputs"
-        self._require_skippable(place)
-        return False
-
-    def _require_skippable(self, place: str) -> None:
-        """Warns that a bad step is skipped. Raises FloatingPointError if it may not be skipped."""
+        without_bad_output = "the loss" if bad_losses else "the gradients, with finite outputs"
+        place = self._first_bad_output(model, batches) or without_bad_output
         problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._consecutive_skips += 1
         may_skip = self._consecutive_skips < MAX_CONSECUTIVE_SKIPS
         if self.args.bad_steps == "skip" and may_skip:
             logger.warning(f"{problem} The step is skipped.")
-            return
+            return False
         raise FloatingPointError(
             f"{problem} {self._remedy()} --bad_steps skip, in a resumed run too, skips such steps, "
             f"but not {MAX_CONSECUTIVE_SKIPS} in a row."
@@ -162,8 +163,7 @@ class FiniteCheck(TrainerCallback):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # as a backward pass would: each shard has its own gradients
-        bad_outputs_of_all = gather_object(bad_outputs)
-        return bad_outputs_of_all[0] if bad_outputs_of_all else ""
+        return next(iter(gather_object(bad_outputs)), "")
 
     def _remedy(self) -> str:
         last_checkpoint = newest_complete(self.args.output_dir, self.args.world_size)
@@ -180,7 +180,7 @@ def weights_not_finite(model: nn.Module) -> list[str]:
     If parameters are sharded, the shards of all processes count. Whole parameters are not compared
     with other processes, as the first process may be the only one that saves them.
     """
-    largest_values: dict[str, Tensor] = {}
+    largest_values = {}
     is_sharded = False
     for parameter_name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's
@@ -205,7 +205,9 @@ class PackedAttentionCheck(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Raises ValueError if a row's logits depend on the rows before it."""
-        first, second, last = torch.tensor(ROWS, device=args.device)
+        first = torch.arange(5, 11, device=args.device)  # every vocabulary has these ids
+        second = first + 1
+        last = torch.tensor([9, 5, 11, 7, 12, 8], device=args.device)
         with evaluating(model, args):
             without_others = last_logits(model, [last])
             behind_first = last_logits(model, [first, last])
@@ -233,3 +235,153 @@ def last_logits(model: nn.Module, rows: list[Tensor]) -> Tensor:
         use_cache=False,
     ).logits
     return logits[0, -length:].float()
+
+
+class Measurements(TrainerCallback):
+    """Measures the modules at the steps that are logged. Other steps cost next to nothing.
+
+    docs/options.md lists what is logged, over all micro-batches and processes of the step. Frozen
+    parts have no entry. DeepSpeed hides gradients. `logging_strategy="epoch"` measures nothing.
+    """
+
+    def __init__(self, args: RunConfig):
+        self.max_grad_norm = args.max_grad_norm
+        self._hooks: list[Any] = []
+        self._measuring = False
+        # The inputs of the forward pass, until the norms of its tokens are measured.
+        self._inputs: dict[str, Any] = {}
+        self._clip_divisor: Tensor | float = 1.0  # clipping divides this step's gradients by it
+        self._clipped_steps: Tensor | int = 0  # since the last log
+        self._known_steps = 0  # since the last log: steps with a known gradient norm
+        self._gradient_norms: dict[str, Tensor] = {}
+        self._token_norms: dict[str, Tensor] = {}  # by key: the sum of norms, and their number
+
+    def after_clip(self, total_norm: Tensor | float | None) -> None:
+        """Counts whether a step was clipped.
+
+        Args:
+            total_norm: The norm of all gradients before clipping, or None under DeepSpeed.
+        """
+        if total_norm is None or not self.max_grad_norm:
+            return
+        divisor = (whole_norm(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
+        self._clip_divisor = torch.as_tensor(divisor).clamp(min=1.0)
+        self._clipped_steps = self._clipped_steps + (self._clip_divisor > 1)
+        self._known_steps += 1
+
+    def collect(self) -> dict[str, float]:
+        """Returns the measurements of a logged step, or an empty dictionary for any other step.
+
+        All processes must call this together.
+        """
+        if not self._measuring:
+            return {}
+        self._measuring = False
+        measurements = {}
+        for key, tensor in (norm_values(self._model) | self._gradient_norms).items():
+            measurements[key] = tensor.item()
+        for key, (norm_sum, count) in reduce(self._token_norms, "sum").items():
+            if count:
+                measurements[key] = (norm_sum / count).item()
+        if self._known_steps:
+            measurements["clip/share"] = int(self._clipped_steps) / self._known_steps
+        self._forget_clipping()
+        return measurements
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._model = base_model(model)
+        self._forget_clipping()
+        state.compute_steps(args, state.max_steps)  # a resumed state has earlier options' steps
+
+    def _forget_clipping(self) -> None:
+        self._clipped_steps = 0
+        self._known_steps = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Registers the hooks that measure tokens, if the step will be logged."""
+        next_step = state.global_step + 1
+        is_logged = args.logging_strategy == "steps" and next_step % state.logging_steps == 0
+        is_logged_first = next_step == 1 and args.logging_first_step
+        self._measuring = is_logged or is_logged_first
+        if not self._measuring:
+            return
+        self._gradient_norms = {}
+        self._token_norms = {}
+        multimodal = self._model.model
+        first_layer = decoder_layers(multimodal.language_model)[0]
+        self._hooks = [
+            multimodal.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
+            first_layer.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+        ]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Removes the hooks, and measures the gradients of each part.
+
+        The norm's gain and bias are parts of their own, and do not count as the projector.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if not self._measuring or sharding() == "DeepSpeed":
+            return
+        norms_of_parts: dict[str, list[Tensor]] = {}
+        for parameter_name, parameter in trained_parameters(model).items():
+            if parameter.grad is None:
+                continue
+            norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+            part = module_of(parameter_name)
+            part = {"vision": "vision_tower", "language": "language_model"}.get(part, part)
+            if part == "norm":
+                part = "gain" if parameter_name.endswith("weight") else "bias"
+            norms_of_parts.setdefault(part, []).append(whole_norm(norm).to(args.device))
+        # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
+        for part, part_norms in norms_of_parts.items():
+            clipped_norm = torch.stack(part_norms).norm()
+            self._gradient_norms[f"grad_norm/{part}"] = clipped_norm * self._clip_divisor
+
+    def _keep_inputs(self, module, args, kwargs):
+        self._inputs = kwargs
+
+    @torch.no_grad()
+    def _add_token_norms(self, module, args, kwargs):
+        """Adds the norms of the hidden states `(B, T, d)` that enter the decoder."""
+        inputs = self._inputs
+        if not inputs:
+            return  # gradient checkpointing runs the layer again
+        self._inputs = {}
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        norms = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=torch.float32)
+        image_token = self._model.config.image_token_id
+        positions = token_positions(inputs["input_ids"], inputs.get("attention_mask"), image_token)
+        for kind, is_of_kind in positions.items():
+            mask = is_of_kind.to(norms.device)
+            norm_sum = torch.where(mask, norms, 0).sum()
+            key = f"norm/{kind}"
+            earlier = self._token_norms.get(key, 0)
+            self._token_norms[key] = torch.stack([norm_sum, mask.sum()]) + earlier
+
+
+@torch.no_grad()
+def norm_values(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the size of gain and bias (table 5) and the factor of gradient compensation (eq. 12).
+
+    The keys are named as in the log.
+    """
+    norm = projector_norm(model)
+    values = {"gwc/factor": torch.ones(())}
+    if isinstance(norm, nn.Identity):
+        return values
+    with gathered(*norm.parameters()) as (gain, *biases):
+        values["gain/l2"] = torch.linalg.vector_norm(gain, dtype=torch.float32)
+        values["gain/mean_abs"] = gain.float().abs().mean()
+        for bias in biases:  # an RMSNorm has none
+            values["bias/mean_abs"] = bias.float().abs().mean()
+        if norm.compensate:
+            values["gwc/factor"] = 1 / gain_magnitude(gain, norm.gain_floor)
+    return values
+
+
+def whole_norm(norm: Any) -> Any:
+    """Returns a norm as a number or a whole tensor, also if FSDP2 divides the gradients."""
+    if isinstance(norm, DTensor):
+        return norm.full_tensor()
+    return norm

@@ -3,10 +3,8 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from accelerate.logging import get_logger
 from tqdm import tqdm
@@ -26,9 +24,6 @@ LOG_COLUMNS = {
     "clipped": ("clip/share", 7, ".0%"),
 }
 """The columns between step and time left: key in the log, width and format."""
-
-LOSS_CURVE = "loss.png"
-"""File in `output_dir`."""
 
 PAUSE = 60.0
 """Seconds between two drawings."""
@@ -80,8 +75,12 @@ class ProgressLines(TrainerCallback):
             self._started_at = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Prints a logged step, held-out losses, or the steps and the time of the whole run."""
+        """Prints a logged step, held-out losses, or the steps and the time of the whole run.
+
+        With GWC the gradient contains its factor. Why steps are clipped is explained once.
+        """
         step = f"{state.global_step}/{state.max_steps}"
+        steps_taken = state.global_step - self._first_step
         if "loss" in logs:
             cells = []
             for key, width, number_format in LOG_COLUMNS.values():
@@ -89,10 +88,22 @@ class ProgressLines(TrainerCallback):
                 if key in logs:
                     figure = format(logs[key], number_format)
                 cells.append(f"{figure:>{width}}")
-            _print_cells(state, step, *cells, f"{self._time_left(state):>9}")
-            self._explain_clipping(args, state, logs)
+            time_left = "-"  # at the mean pace of this run
+            if steps_taken > 0 and self._started_at is not None:
+                seconds_per_step = (time.perf_counter() - self._started_at) / steps_taken
+                seconds_left = seconds_per_step * (state.max_steps - state.global_step)
+                time_left = str(timedelta(seconds=round(seconds_left)))
+            _print_cells(state, step, *cells, f"{time_left:>9}")
+            factor = logs.get("gwc/factor", 1.0)
+            if not self._explained and factor > 1 and logs.get("clip/share", 0.0) > 0.5:
+                self._explained = True
+                show(
+                    state,
+                    f"GWC multiplies the gradients of projector and vision tower by {factor:.3g}, "
+                    "so the gradient is large and clipped to max_grad_norm "
+                    f"{args.max_grad_norm:g}: as intended.",
+                )
         elif "train_runtime" in logs:
-            steps_taken = state.global_step - self._first_step
             duration = timedelta(seconds=round(logs["train_runtime"]))
             result = ": the run was complete"
             if steps_taken:
@@ -102,28 +113,6 @@ class ProgressLines(TrainerCallback):
             for key, value in logs.items():
                 if key.endswith("_loss"):
                     _print_cells(state, step, f"{key} {value:.4g}")
-
-    def _time_left(self, state) -> str:
-        """Returns the time that the remaining steps need at the mean pace of this run."""
-        steps_taken = state.global_step - self._first_step
-        if steps_taken < 1 or self._started_at is None:
-            return "-"
-        seconds_per_step = (time.perf_counter() - self._started_at) / steps_taken
-        seconds_left = seconds_per_step * (state.max_steps - state.global_step)
-        return str(timedelta(seconds=round(seconds_left)))
-
-    def _explain_clipping(self, args, state, logs: Mapping[str, float]) -> None:
-        """Explains once why steps are clipped with GWC: the gradient contains its factor."""
-        factor = logs.get("gwc/factor", 1.0)
-        clipped = logs.get("clip/share", 0.0)
-        if self._explained or factor <= 1 or clipped <= 0.5:
-            return
-        self._explained = True
-        show(
-            state,
-            f"GWC multiplies the gradients of projector and vision tower by {factor:.3g}, so the "
-            f"gradient is large and clipped to max_grad_norm {args.max_grad_norm:g}: as intended.",
-        )
 
 
 def show(state, text: str) -> None:
@@ -160,11 +149,16 @@ class LossCurve(TrainerCallback):
         """Writes the picture in the first process, if a curve is long enough."""
         if not state.is_world_process_zero:
             return
-        curves = loss_curves(state.log_history)
-        if all(len(points) < FEWEST for points in curves.values()):
+        curves: dict[str, dict[int, float]] = {}
+        for log_entry in state.log_history:
+            for key, logged_value in log_entry.items():
+                is_held_out = key.startswith("eval_") and key.endswith("loss")
+                if key == "loss" or is_held_out:
+                    curves.setdefault(key, {})[log_entry["step"]] = logged_value
+        if all(len(losses) < FEWEST for losses in curves.values()):
             return
         self._drawn_at = time.monotonic()
-        picture = Path(args.output_dir) / LOSS_CURVE
+        picture = Path(args.output_dir) / "loss.png"
         try:
             with atomic_write(picture) as partial:
                 draw_losses(curves, partial, best=state.best_global_step)
@@ -172,30 +166,17 @@ class LossCurve(TrainerCallback):
             logger.warning(f"{picture} was not drawn: {error}")
 
 
-def loss_curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Returns pairs of step and loss, for `"loss"` and for every held-out loss in the log."""
-    losses_by_step: dict[str, dict[int, float]] = {}
-    for log_entry in log_history:
-        for key, logged_value in log_entry.items():
-            is_held_out = key.startswith("eval_") and key.endswith("loss")
-            if key == "loss" or is_held_out:
-                losses_by_step.setdefault(key, {})[log_entry["step"]] = logged_value
-    return {key: sorted(losses.items()) for key, losses in losses_by_step.items()}
-
-
-def draw_losses(
-    curves: dict[str, list[tuple[int, float]]], file: Path, best: int | None = None
-) -> None:
-    """Draws curves of [`loss_curves`] as a PNG. A vertical line marks the best step."""
+def draw_losses(curves: dict[str, dict[int, float]], file: Path, best: int | None) -> None:
+    """Draws losses by step, under their names in the log, as a PNG. A line marks the best step."""
     from matplotlib.figure import Figure  # late: it takes half a second
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for loss_name, points in curves.items():
-        steps, losses = zip(*points, strict=True)
+    for loss_name, loss_of_step in curves.items():
+        steps, losses = zip(*sorted(loss_of_step.items()), strict=True)
         if loss_name == "loss":
-            marker = "." if len(points) < 50 else ""
+            marker = "." if len(steps) < 50 else ""
             axes.plot(steps, losses, marker=marker, linewidth=1, color="0.55", label="training")
         else:
             # Several data sets have their names in the names of their losses.

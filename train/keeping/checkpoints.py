@@ -59,10 +59,8 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
 
 def state_files(checkpoint: Path) -> list[Path]:
     """Returns the files of states that torch wrote. Each is a zip archive."""
-    states: list[Path] = []
-    for pattern in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"):
-        states += checkpoint.glob(pattern)
-    return sorted(states)
+    patterns = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+    return sorted(file for pattern in patterns for file in checkpoint.glob(pattern))
 
 
 @contextmanager
@@ -71,10 +69,8 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if checkpoint is None:
-            raise
-        damaged = _unreadable_file(Path(checkpoint))
-        if damaged is None:
+        damaged = checkpoint and _unreadable_file(Path(checkpoint))
+        if not damaged:
             raise
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
@@ -86,17 +82,15 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
 def _unreadable_file(checkpoint: Path) -> Path | None:
     """Reads the files of a checkpoint. Returns the first one that cannot be read, or None."""
     for path in [*state_files(checkpoint), *sorted(checkpoint.glob("*.safetensors"))]:
-        damaged_entry = None
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
                     pass
             else:
                 with ZipFile(path) as archive:
-                    damaged_entry = archive.testzip()
+                    if archive.testzip() is not None:
+                        return path
         except (OSError, ValueError, BadZipFile, SafetensorError):
-            return path
-        if damaged_entry is not None:
             return path
     return None
 
@@ -201,7 +195,7 @@ def is_resumed(resume: str | bool | None) -> bool:
 
 
 def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
-    """Returns the checkpoint to resume from, or None for the beginning, and prints it.
+    """Returns the checkpoint to resume from, or None for the beginning. Prints the newest.
 
     Args:
         resume: The folder of a checkpoint. `"last"` or true is the newest complete checkpoint in
@@ -214,53 +208,17 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
     """
     if not is_resumed(resume):
         if checkpoints_in(output):
-            remedy = "Add --resume_from_checkpoint, or change --output_dir."
-            raise ValueError(f"{output} holds an earlier run. {remedy}")
+            raise ValueError(
+                f"{output} holds an earlier run. Add --resume_from_checkpoint, or change "
+                "--output_dir."
+            )
         if has_result(output):
             raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
-    if str(resume).lower() in ("last", "true", "yes", "on"):
-        return last_checkpoint(output, world_size)
-    named = Path(str(resume))
-    check_named(named, output, world_size)
-    return named
-
-
-def has_result(output: Path) -> bool:
-    """Returns whether a folder holds a model."""
-    return any((output / name).exists() for name in RESULT)
-
-
-def check_named(named: Path, output: Path, world_size: int) -> None:
-    """Raises ValueError unless a run in `output` can go on from a named checkpoint."""
-    earlier = checkpoints_in(output)
-    if not named.is_dir():
-        existing = ", ".join(path.name for path in earlier) or "no checkpoint"
-        raise ValueError(f"The checkpoint {named} does not exist. {output} has {existing}.")
-    missing = missing_from(named, world_size)
-    if missing:
-        raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
-    if earlier and named.resolve().parent != output.resolve():
-        raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
-    places = [checkpoint.resolve() for checkpoint in earlier]
-    if named.resolve() not in places:
-        return
-    after = earlier[places.index(named.resolve()) + 1 :]
-    later_names = [checkpoint.name for checkpoint in after if is_complete(checkpoint)]
-    if later_names:
-        raise ValueError(
-            f"{output} holds {', '.join(later_names)}. A later resume from `last` would take them "
-            f"for the newest of the run that goes on from {named.name}. Remove them, or write to "
-            "another --output_dir."
-        )
-
-
-def last_checkpoint(output: Path, world_size: int) -> Path | None:
-    """Returns the newest complete checkpoint, or None for the beginning, and prints it.
-
-    Raises:
-        ValueError: Resuming would write over a checkpoint or a model.
-    """
+    if str(resume).lower() not in ("last", "true", "yes", "on"):
+        named = Path(str(resume))
+        check_named(named, output, world_size)
+        return named
     newest = newest_complete(output, world_size)
     unused = checkpoints_in(output)
     if newest:
@@ -279,6 +237,36 @@ def last_checkpoint(output: Path, world_size: int) -> Path | None:
     origin = newest or f"the beginning: {output} holds no complete checkpoint"
     console.print(f"Resuming from {origin}.")
     return newest
+
+
+def has_result(output: Path) -> bool:
+    """Returns whether a folder holds a model."""
+    return any((output / name).exists() for name in RESULT)
+
+
+def check_named(named: Path, output: Path, world_size: int) -> None:
+    """Raises ValueError unless a run in `output` can go on from a named checkpoint."""
+    earlier = checkpoints_in(output)
+    if not named.is_dir():
+        existing = ", ".join(path.name for path in earlier) or "no checkpoint"
+        raise ValueError(f"The checkpoint {named} does not exist. {output} has {existing}.")
+    missing = missing_from(named, world_size)
+    if missing:
+        raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
+    place = named.resolve()
+    if earlier and place.parent != output.resolve():
+        raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
+    places = [checkpoint.resolve() for checkpoint in earlier]
+    if place not in places:
+        return
+    after = earlier[places.index(place) + 1 :]
+    later_names = [checkpoint.name for checkpoint in after if is_complete(checkpoint)]
+    if later_names:
+        raise ValueError(
+            f"{output} holds {', '.join(later_names)}. A later resume from `last` would take them "
+            f"for the newest of the run that goes on from {named.name}. Remove them, or write to "
+            "another --output_dir."
+        )
 
 
 def _training_record(folder: Path) -> dict[str, Any]:

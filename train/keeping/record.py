@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ... import __version__
 from ...assembly.processing import ARM_FIELDS, arm_of
@@ -51,6 +49,16 @@ LEFT_OUT = {
     # Since transformers 5.24.
     "activation_checkpointing",
     "activation_checkpointing_kwargs",
+    # Of `accelerator_config`: refused, or set here, or of no effect on rows and steps.
+    "split_batches",
+    "dispatch_batches",
+    "non_blocking",
+    "use_configured_state",
+    # Of adapters.
+    "base_model_name_or_path",
+    "peft_type",
+    "peft_version",
+    "runtime_config",
 }
 """Options that are secret, about output, derived, or recorded under another key."""
 
@@ -79,6 +87,23 @@ def training_record(
     """
     model = loaded.model
     args = loaded.settings
+    model_options = {"model_name_or_path": model.name_or_path or None}
+    model_options |= args.model_init_kwargs or {}
+    options = {
+        option: value
+        for option, value in _plain(model_options).items()
+        if value is not None and option not in LEFT_OUT
+    }
+    for further_options in more_options:
+        options |= _changed(further_options)
+    options |= _changed(args, ALWAYS_RECORDED)
+    accelerator_config = _changed(args.accelerator_config)
+    if accelerator_config:
+        options["accelerator_config"] = accelerator_config
+    optimizer = None
+    if plan.optimizer is not None:
+        cls, arguments = plan.optimizer
+        optimizer = {"class": f"{cls.__module__}.{cls.__qualname__}", **_plain(arguments)}
     versions = {library: version(library) for library in LIBRARIES}
     versions["normalign_llava"] = __version__
     quantization = getattr(model.config, "quantization_config", None)
@@ -87,14 +112,14 @@ def training_record(
         "arm": arm_of(model.config),
         "config_changes": {field: getattr(model.config, field) for field in ARM_FIELDS},
         "learning_rates": plan.learning_rates,
-        "options": _recorded_options(loaded, more_options),
+        "options": options,
         "processes": args.world_size,
         "quantization": quantization and json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": loaded.commit,
         "data": data_record(plan.data.report),
-        "optimizer": _optimizer_record(plan.optimizer),
-        "adapters": _changes_of_adapters(plan.model.adapters),
+        "optimizer": optimizer,
+        "adapters": plan.model.adapters and _changed(plan.model.adapters),
         "hardware": hardware(args.device),
         "versions": versions,
         "commit": code_commit(),
@@ -102,21 +127,6 @@ def training_record(
         "before": read_record(model.name_or_path, TRAINING_RECORD, loaded.commit),
         "seconds": 0.0,
     }
-
-
-def _recorded_options(loaded: "LoadedModel", more_options: Sequence[Any]) -> dict[str, Any]:
-    """Returns the options that differ from their default, and `ALWAYS_RECORDED`."""
-    args = loaded.settings
-    options = {"model_name_or_path": _plain(loaded.model.name_or_path or None)}
-    options |= _plain(args.model_init_kwargs or {})
-    options = {option: value for option, value in options.items() if value is not None}
-    for further_options in more_options:
-        options |= _changed(further_options)
-    options |= _changed(args, ALWAYS_RECORDED)
-    accelerator_config = _changes_of_accelerator(args.accelerator_config)
-    if accelerator_config:
-        options["accelerator_config"] = accelerator_config
-    return {option: value for option, value in options.items() if option not in LEFT_OUT}
 
 
 def data_record(report: DataReport) -> list[dict[str, Any]]:
@@ -139,11 +149,12 @@ def digest_of_lengths(rows: Dataset | IterableDataset | None) -> str | None:
 def _changed(options: Any, always: Container[str] = ()) -> dict[str, Any]:
     """Returns the fields of a dataclass that differ from their default, and the fields `always`.
 
-    A field is left out if it is empty, unless it was set to None and has another default.
+    The fields `LEFT_OUT` are not returned, nor is one that is empty, unless it was set to None and
+    has another default.
     """
     changed = {}
     for field in fields(options):
-        if not field.init:
+        if not field.init or field.name in LEFT_OUT:
             continue
         default = field.default
         if field.default_factory is not MISSING:
@@ -157,38 +168,6 @@ def _changed(options: Any, always: Container[str] = ()) -> dict[str, Any]:
         if is_recorded:
             changed[field.name] = recorded_value
     return changed
-
-
-def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
-    """Returns the fields of an `accelerator_config` about rows and steps that are not default."""
-    default = AcceleratorConfig()
-    changes = {}
-    for field_name, is_compared in OF_ACCELERATOR.items():
-        field_value = getattr(config, field_name)
-        if is_compared and field_value != getattr(default, field_name):
-            changes[field_name] = _plain(field_value)
-    return changes
-
-
-def _optimizer_record(optimizer: tuple[type, dict[str, Any]] | None) -> dict[str, Any] | None:
-    """Returns the name of an optimizer's class, and its arguments."""
-    if optimizer is None:
-        return None
-    cls, arguments = optimizer
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", **_plain(arguments)}
-
-
-def _changes_of_adapters(config: LoraConfig | None) -> dict[str, Any] | None:
-    """Returns the fields that are not default, without names of the model and versions."""
-    if config is None:
-        return None
-    default = LoraConfig()
-    ignored_fields = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
-    changes = {}
-    for field_name, field_value in vars(config).items():
-        if field_name not in ignored_fields and field_value != getattr(default, field_name, None):
-            changes[field_name] = _plain(field_value)
-    return changes
 
 
 def _plain(value: Any) -> Any:
@@ -261,113 +240,100 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"devices": sorted(device_names), "count": len(devices), "machine": machine}
 
 
-FREE = frozenset(
-    {
-        # How long the run is. Users extend it. The schedule follows from it.
-        "max_steps",
-        "num_train_epochs",
-        # Where things are, and how they are called.
-        "output_dir",
-        "run_name",
-        "project",
-        "resume_from_checkpoint",
-        "local_rank",
-        # Data are compared by their reports, models by their records, learning rates by module.
-        "dataset_name",
-        "image_folder",
-        "model_name_or_path",
-        "model_revision",
-        "learning_rate",
-        "vision_learning_rate",
-        "projector_learning_rate",
-        "norm_learning_rate",
-        "language_learning_rate",
-        # What is logged, and where.
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-        "log_on_each_node",
-        "logging_nan_inf_filter",
-        "log_level",
-        "log_level_replica",
-        "disable_tqdm",
-        "report_to",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
-        "debug",
-        "skip_memory_metrics",
-        "probe_steps",
-        "probe_rows",
-        # Held-out rows. They train nothing.
-        "do_train",
-        "do_eval",
-        "eval_strategy",
-        "eval_steps",
-        "eval_delay",
-        "eval_on_start",
-        "per_device_eval_batch_size",
-        "prediction_loss_only",
-        "eval_do_concat_batches",
-        "eval_use_gather_object",
-        "eval_accumulation_steps",
-        "include_for_metrics",
-        "batch_eval_metrics",
-        "eval_dataset_name",
-        "dataset_test_split",
-        "early_stopping_patience",
-        "early_stopping_threshold",
-        "sample_count",
-        "sample_max_new_tokens",
-        "show_first_batch",
-        # What is saved, and published.
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_only_model",
-        "save_on_each_node",
-        "enable_jit_checkpoint",
-        "push_to_hub",
-        "hub_token",
-        "hub_private_repo",
-        "hub_model_id",
-        "hub_revision",
-        # Who reads batches. The order of rows and the random states do not depend on it.
-        "dataset_num_proc",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "dataloader_multiprocessing_context",
-        # Time and memory. What is computed again has the same random states.
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        "activation_offloading",
-        "torch_empty_cache_steps",
-        "ddp_timeout",
-        "ddp_find_unused_parameters",
-        "dry_run",
-        "device_memory",
-        # The machine. The record names it.
-        "use_cpu",
-        # What ended a run, and is changed so that it goes on.
-        "bad_steps",
-        "bad_rows",
-        "check_images",
-    }
-)
-"""Options that may change when a run is resumed. They change no step that comes after it."""
-
-OF_ACCELERATOR = {
-    "even_batches": True,
-    "use_seedable_sampler": True,
-    "gradient_accumulation_kwargs": True,
-    "split_batches": False,  # refused
-    "dispatch_batches": False,  # refused, and set here
-    "non_blocking": False,
-    "use_configured_state": False,
+FREE = {
+    # How long the run is. Users extend it. The schedule follows from it.
+    "max_steps",
+    "num_train_epochs",
+    # Where things are, and how they are called.
+    "output_dir",
+    "run_name",
+    "project",
+    "resume_from_checkpoint",
+    "local_rank",
+    # Data are compared by their reports, models by their records, learning rates by module.
+    "dataset_name",
+    "image_folder",
+    "model_name_or_path",
+    "model_revision",
+    "learning_rate",
+    "vision_learning_rate",
+    "projector_learning_rate",
+    "norm_learning_rate",
+    "language_learning_rate",
+    # What is logged, and where.
+    "logging_strategy",
+    "logging_steps",
+    "logging_first_step",
+    "log_on_each_node",
+    "logging_nan_inf_filter",
+    "log_level",
+    "log_level_replica",
+    "disable_tqdm",
+    "report_to",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "debug",
+    "skip_memory_metrics",
+    "probe_steps",
+    "probe_rows",
+    # Held-out rows. They train nothing.
+    "do_train",
+    "do_eval",
+    "eval_strategy",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "per_device_eval_batch_size",
+    "prediction_loss_only",
+    "eval_do_concat_batches",
+    "eval_use_gather_object",
+    "eval_accumulation_steps",
+    "include_for_metrics",
+    "batch_eval_metrics",
+    "eval_dataset_name",
+    "dataset_test_split",
+    "early_stopping_patience",
+    "early_stopping_threshold",
+    "sample_count",
+    "sample_max_new_tokens",
+    "show_first_batch",
+    # What is saved, and published.
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "save_only_model",
+    "save_on_each_node",
+    "enable_jit_checkpoint",
+    "push_to_hub",
+    "hub_token",
+    "hub_private_repo",
+    "hub_model_id",
+    "hub_revision",
+    # Who reads batches. The order of rows and the random states do not depend on it.
+    "dataset_num_proc",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    # Time and memory. What is computed again has the same random states.
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "activation_offloading",
+    "torch_empty_cache_steps",
+    "ddp_timeout",
+    "ddp_find_unused_parameters",
+    "dry_run",
+    "device_memory",
+    # The machine. The record names it.
+    "use_cpu",
+    # What ended a run, and is changed so that it goes on.
+    "bad_steps",
+    "bad_rows",
+    "check_images",
 }
-"""Whether each field of `accelerator_config` is compared."""
+"""Options that may change when a run is resumed. They change no step that comes after it."""
 
 COUNTS = ("used", "images", "shortest", "median", "longest")
 """Reports of a source of rows are compared by these counts."""
@@ -398,12 +364,9 @@ def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float
             "--output_dir."
         )
     before["build"] = json_or_none(checkpoint / BUILD_RECORD)
-    old_values = _compared(before)
-    new_values = _compared({**record, "build": build})
-    for key in LATER:
-        if key not in before or key not in record:
-            del old_values[key]
-            del new_values[key]
+    later_keys = [key for key in LATER if key in before and key in record]
+    old_values = _compared(before, later_keys)
+    new_values = _compared({**record, "build": build}, later_keys)
     changes = []
     for option in sorted(old_values.keys() | new_values.keys()):
         old_value = old_values.get(option, "the default")
@@ -418,13 +381,12 @@ def check_resumed(record: dict[str, Any], build: Any, checkpoint: Path) -> float
     return before.get("seconds", 0.0)
 
 
-def _compared(record: dict[str, Any]) -> dict[str, Any]:
+def _compared(record: dict[str, Any], later_keys: Sequence[str]) -> dict[str, Any]:
     """Returns what must be equal in two records of one run, by names that users know."""
-    options = record["options"].items()
-    compared = {option: value for option, value in options if option not in FREE}
+    compared = {name: value for name, value in record["options"].items() if name not in FREE}
     if compared.get("packing"):  # more epochs may need more passes, for the same steps
         compared.pop("gradient_accumulation_steps", None)
-    for key in ("stage", "arm", "quantization", *LATER):
+    for key in ("stage", "arm", "quantization", *later_keys):
         compared[key] = record.get(key)
     learning_rates = record.get("learning_rates") or {}
     for module, rate in learning_rates.items():

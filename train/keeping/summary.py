@@ -95,30 +95,55 @@ class RunSummary(Printed):
 
     def renderable(self) -> Group:
         """Returns the tables for `rich` and notebooks."""
-        options = {
-            "stage": self.record["stage"],
-            "arm": self.record["arm"],
-            **self.record["options"],
-        }
-        columns = ["", "parameters", "trained", "dtype", "learning rate"]
-        data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
+        record = self.record
+        facts = self.facts
+        data_rows = []
         notes: list[Text] = []
-        for source in self.facts["data"]:
+        for source in facts["data"]:
+            name = Path(source["source"]).name
+            cells = [name, source["split"]]
+            for column in ("found", "bad", "too_long", "used", "images"):
+                count = source[column]
+                cells.append("" if count is None else f"{count:,}")
+            tokens = "streamed"
+            if source["longest"] is not None:
+                tokens = (
+                    f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
+                )
+            data_rows.append([*cells, tokens])
             lines = unused_and_changed(source["left_out"], source["changed"])
             if source["files"]:
                 rows_by_file = {Path(file).name: rows for file, rows in source["files"].items()}
                 lines = {"files": counted(rows_by_file), **lines}
-            name = Path(source["source"]).name
             notes += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
+        batch = facts["batch"]
+        divided = f"= {batch['per_device']:,} per device x"
+        if batch["packed"]:
+            divided = "packed into"
+        processes = f"{batch['processes']:,} process(es)"
+        passes = f"{processes} x {batch['accumulation']:,} accumulation step(s)"
+        precision = facts["autocast"] or "none"
+        if facts["precision_because"]:
+            precision += f" ({facts['precision_because']})"
+        disk = facts["disk"]
+        checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])}"
+        free_space = gib(stored.free_space(Path(self.output_dir)))
+        run_in_words = {
+            "Tokens per image": f"{facts['tokens_per_image']:,}",
+            "Batch": f"{batch['rows']:,} rows {divided} {passes}",
+            "Steps": f"{facts['steps']:,}, {facts['warmup_steps']:,} of them warm-up",
+            "Autocast": precision,
+            "Disk": f"{gib(disk['total'])} ({checkpoints} at a time); {free_space} are free",
+        }
+        columns = ["", "parameters", "trained", "dtype", "learning rate"]
+        data_columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
         return Group(
             "Options",
-            _pairs(options),
-            titled_table("Modules", columns, _module_rows(self.facts["modules"])),
-            titled_table(
-                "Data", data_columns, [_data_row(source) for source in self.facts["data"]]
-            ),
+            _pairs({"stage": record["stage"], "arm": record["arm"], **record["options"]}),
+            titled_table("Modules", columns, _module_rows(facts["modules"])),
+            titled_table("Data", data_columns, data_rows),
             *notes,
-            _pairs(_run_in_words(self.facts, Path(self.output_dir))),
+            _pairs(run_in_words),
         )
 
     def __str__(self) -> str:
@@ -140,40 +165,6 @@ def _module_rows(modules: Sequence[dict[str, Any]]) -> list[list[str]]:
     trained = sum(module["trained"] for module in modules)
     module_rows.append(["all", f"{parameters:,}", f"{trained:,}"])
     return module_rows
-
-
-def _data_row(source: dict[str, Any]) -> list[str]:
-    """Returns a table's row for a data set."""
-    cells = [Path(source["source"]).name, source["split"]]
-    for name in ("found", "bad", "too_long", "used", "images"):
-        count = source[name]
-        cells.append("" if count is None else f"{count:,}")
-    tokens = "streamed"
-    if source["longest"] is not None:
-        tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-    return [*cells, tokens]
-
-
-def _run_in_words(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
-    """Returns the facts of a run in words, by title."""
-    batch = facts["batch"]
-    passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
-    divided = f"= {batch['per_device']:,} per device x"
-    if batch["packed"]:
-        divided = "packed into"
-    precision = facts["autocast"] or "none"
-    if facts["precision_because"]:
-        precision += f" ({facts['precision_because']})"
-    disk = facts["disk"]
-    checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    free_space = gib(stored.free_space(output_dir))
-    return {
-        "Tokens per image": f"{facts['tokens_per_image']:,}",
-        "Batch": f"{batch['rows']:,} rows {divided} {passes}",
-        "Steps": f"{facts['steps']:,}, {facts['warmup_steps']:,} of them warm-up",
-        "Autocast": precision,
-        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free_space} are free",
-    }
 
 
 def _pairs(values: dict[str, Any]) -> Table:

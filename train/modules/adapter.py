@@ -52,7 +52,11 @@ def language_adapter(
     _check_supported(config)
     limited = copy.deepcopy(config)
     model = on_meta(model_config)
-    targets = _given_targets(config)
+    targets = config.target_modules
+    if targets in (None, "all-linear"):
+        targets = []
+    elif isinstance(targets, str):  # TRL makes text of a list of one name
+        targets = names_in(targets) or targets
     if isinstance(targets, str):
         limited.target_modules = targets
     else:
@@ -86,9 +90,8 @@ def _check_supported(config: LoraConfig) -> None:
         if not is_supported:
             refused.append(f"{field_name} {field_value!r}")
     if refused:
-        settings = ", ".join(refused)
         raise ValueError(
-            f"peft_config sets {settings}, but this is not supported here. Leave it out."
+            f"peft_config sets {', '.join(refused)}, but this is not supported here. Leave it out."
         )
 
 
@@ -106,11 +109,10 @@ def _modules_to_save(
     if learning_rates["projector"] > 0 or learning_rates["norm"] > 0:
         modules.append("multi_modal_projector")
     requested = [name for name in config.modules_to_save or () if name not in modules]
+    with_own_rate = re.compile(r"model$|model\.(vision_tower|multi_modal_projector)")
     for path, _ in model.named_modules():
-        if not re.match(r"model$|model\.(vision_tower|multi_modal_projector)", path):
-            continue
         for name in requested:
-            if path.endswith(name):  # as PEFT does
+            if with_own_rate.match(path) and path.endswith(name):  # as PEFT does
                 raise ValueError(
                     f"modules_to_save names {name}: {path} has its own learning rate. Leave it out."
                 )
@@ -164,11 +166,10 @@ def check_effect(
     """
     path_of_module = {module: path for path, module in model.named_modules()}
     paths = list(path_of_module.values())
-    embeddings_path = path_of_module[model.get_input_embeddings()]
+    embeddings = model.get_input_embeddings()
     without_effect = [
         *_idle_targets(config, paths, targets),
-        *_idle_modules(config, model, excluded),
-        *_idle_tokens(config, model, paths, embeddings_path),
+        *_idle_modules(config, model, path_of_module, excluded),
     ]
     if without_effect:
         last_layer = model.config.text_config.num_hidden_layers - 1
@@ -179,8 +180,8 @@ def check_effect(
     adapted = _adapted(config, paths)
     if "lm_head" in adapted:
         raise ValueError("An adapter on lm_head is not trained. Put lm_head into modules_to_save.")
-    is_tied = model.lm_head.weight is model.get_input_embeddings().weight
-    if is_tied and (config.trainable_token_indices or embeddings_path in adapted):
+    is_tied = model.lm_head.weight is embeddings.weight
+    if is_tied and (config.trainable_token_indices or path_of_module[embeddings] in adapted):
         raise ValueError(
             "The embeddings of this model are its head too: an adapter would change one of them. "
             "Put embed_tokens into modules_to_save."
@@ -189,21 +190,13 @@ def check_effect(
 
 def linear_layers(model: nn.Module) -> list[str]:
     """Returns the names of the language model's linear layers, without their paths."""
-    layer_names = set()
-    for module_path, module in model.model.language_model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            layer_names.add(module_path.rpartition(".")[2])
-    return sorted(layer_names)
-
-
-def _given_targets(config: LoraConfig) -> str | list[str]:
-    """Returns `target_modules` as a pattern or a list of names. The list is empty by default."""
-    targets = config.target_modules
-    if targets in (None, "all-linear"):
-        return []
-    if isinstance(targets, str):
-        return names_in(targets) or targets  # TRL makes text of a list of one name
-    return targets
+    return sorted(
+        {
+            path.rpartition(".")[2]
+            for path, module in model.model.language_model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D)
+        }
+    )
 
 
 def _adapted(config: LoraConfig, paths: Sequence[str], **changes: Any) -> list[str]:
@@ -220,9 +213,10 @@ def _idle_targets(
 
     Yields the layers in `layers_to_transform` without an adapter too.
     """
-    changes: dict[str, dict[str, Any]] = {}
     if not isinstance(targets, str):
-        changes = {name: {"target_modules": {name}} for name in sorted(targets)}
+        for name in sorted(targets):
+            if not _adapted(config, paths, target_modules={name}):
+                yield name
     elif "(?" not in targets:  # a pattern that looks ahead may leave its words out
         adapted = _adapted(config, paths)
         without_classes = re.sub(r"\\[A-Za-z]|\[[^]]*\]", " ", targets)
@@ -233,42 +227,39 @@ def _idle_targets(
     if isinstance(layers, int):
         layers = [layers]
     for layer in layers or ():
-        changes[f"layer {layer}"] = {"layers_to_transform": [layer]}
-    for name, change in changes.items():
-        if not _adapted(config, paths, **change):
-            yield name
+        if not _adapted(config, paths, layers_to_transform=[layer]):
+            yield f"layer {layer}"
 
 
-def _idle_modules(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> Iterator[str]:
-    """Yields the names in `exclude_modules` and `modules_to_save` that match no module."""
-    modules = dict(model.named_modules())
-    leaves = [module_path for module_path, module in modules.items() if not list(module.children())]
+def _idle_modules(
+    config: LoraConfig,
+    model: nn.Module,
+    path_of_module: dict[nn.Module, str],
+    excluded: dict[str, str],
+) -> Iterator[str]:
+    """Yields the names in `exclude_modules` and `modules_to_save` that match no module.
+
+    Yields the modules and tokens in `trainable_token_indices` that cannot be trained too.
+    """
+    paths = path_of_module.values()
+    leaves = [path for module, path in path_of_module.items() if not list(module.children())]
     for module_name, pattern in excluded.items():
         if not any(re.fullmatch(pattern, leaf) for leaf in leaves):
             yield module_name
     for module_name in config.modules_to_save or ():
-        if not any(module_path.endswith(module_name) for module_path in modules):
+        if not any(path.endswith(module_name) for path in paths):
             yield module_name
-
-
-def _idle_tokens(
-    config: LoraConfig, model: nn.Module, paths: Sequence[str], embeddings_path: str
-) -> Iterator[str]:
-    """Yields the modules and tokens in `trainable_token_indices` that cannot be trained."""
     # The option is a list of tokens of the embeddings, or lists of tokens by name of module.
-    given_indices = config.trainable_token_indices or {}
-    if isinstance(given_indices, dict):
-        indices_by_module = given_indices
-    else:
-        embeddings_name = embeddings_path.rpartition(".")[2]
-        indices_by_module = {embeddings_name: given_indices}
-    trainable_tokens = set(range(model.get_input_embeddings().num_embeddings))
+    embeddings = model.get_input_embeddings()
+    embeddings_path = path_of_module[embeddings]
+    indices_by_module = config.trainable_token_indices or {}
+    if not isinstance(indices_by_module, dict):
+        indices_by_module = {embeddings_path.rpartition(".")[2]: indices_by_module}
     # Features of the image stand in for the image token, so its embedding gets no gradient.
-    trainable_tokens.discard(model.config.image_token_id)
+    trainable_tokens = {*range(embeddings.num_embeddings)} - {model.config.image_token_id}
     for module_name, indices in indices_by_module.items():
         matched_paths = [path for path in paths if path.endswith(module_name)]
-        matches_only_embeddings = matched_paths == [embeddings_path]
-        if not matches_only_embeddings:
+        if matched_paths != [embeddings_path]:  # only they can be trained so
             yield module_name
         for index in indices:
             if index not in trainable_tokens:

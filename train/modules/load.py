@@ -23,8 +23,7 @@ from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, decoder_quantization
 from ..memory import largest_batch
 from ..settings import Precision, RunConfig, autocast_dtype
-from .forward import watching_outputs
-from .model import PLACES, projector_norm, trained_parameters
+from .model import PLACES, projector_norm, trained_parameters, watching_outputs
 
 
 if TYPE_CHECKING:  # it imports this file
@@ -148,18 +147,34 @@ def load_model(
         quantization_config.bnb_4bit_compute_dtype = compute_dtype
         init_kwargs.setdefault("device_map", {"": settings.device})
         init_kwargs["quantization_config"] = quantization_config
-    # This subclass says what is read in float32. Then the model gets its own class again.
-    cls = _class_to_load(learning_rates, use_peft)
+    # A class says which modules `from_pretrained` reads in float32: here, those that are trained in
+    # full. It reads the others in the dtype of [`frozen_dtype`]. The model then gets its own class.
+    own_class = NormAlignLlavaForConditionalGeneration
+    in_float32 = [*own_class._keep_in_fp32_modules_strict]
+    for module, names in PLACES.items():
+        has_only_adapters = use_peft and module == "language"
+        if learning_rates[module] and not has_only_adapters:
+            in_float32 += names
+    attributes = {"_keep_in_fp32_modules_strict": in_float32, "__module__": own_class.__module__}
+    cls = type(own_class.__name__, (own_class,), attributes)
     if settings.dry_run:
         model = model_without_weights(cls, config, init_kwargs)
     else:
         model = checkpoint.load(cls, config=config, **init_kwargs)
-    model.__class__ = NormAlignLlavaForConditionalGeneration
+        # The norm is aligned if the arm adds it to the stored one or starts it at another gain.
+        stored_arm = arm_of(checkpoint.config)
+        arm = arm_of(config)
+        if arm not in (stored_arm, "none") and {stored_arm, arm} & {"none", "unit"}:
+            model.align_projector_norm()
+        norm = projector_norm(model)
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            # The checkpoint lacks the norm, and FSDP gives it the first process's values later. But
+            # accelerate takes two parameters on meta for one, and would never step the gain.
+            norm.to_empty(device="cpu")
+    model.__class__ = own_class
     # Loading with a configuration that is not the folder's leaves the name empty.
     model.name_or_path = checkpoint.name
     model.config.name_or_path = checkpoint.name
-    if not settings.dry_run:
-        _start_norm(model, arm_of(checkpoint.config), arm_of(config))
     if quantization_config is not None and not use_peft:
         _train_quantized(model)
     return model
@@ -174,34 +189,23 @@ def model_without_weights(
         cls: The model's class.
         config: The model's configuration.
         init_kwargs: The arguments of `from_pretrained`, with `dtype`.
+
+    Raises:
+        ValueError: The quantization is to 8 bits.
     """
     arguments = dict(init_kwargs)
     precision = getattr(torch, arguments.pop("dtype"))
     device_map = arguments.pop("device_map", None)
     quantization = arguments.pop("quantization_config", None)
+    if quantization is not None and quantization.load_in_8bit:
+        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
     with torch.device("meta"):
         model = cls._from_config(config, dtype=precision, **arguments)
     for parameter_name, parameter in model.named_parameters():
         if any(place in parameter_name for place in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
-    if quantization is not None:
-        _quantize(model, quantization, precision, device_map)
-    return model
-
-
-def _quantize(
-    model: PreTrainedModel,
-    quantization: BitsAndBytesConfig,
-    precision: torch.dtype,
-    device_map: Any,
-) -> None:
-    """Replaces the layers of the decoder, as `from_pretrained` does.
-
-    Raises:
-        ValueError: The quantization is to 8 bits.
-    """
-    if quantization.load_in_8bit:
-        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
+    if quantization is None:
+        return model
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or one on meta would be kept for all
@@ -217,33 +221,7 @@ def _quantize(
         module.weight._quantize("meta")
         if module.weight.quant_state.nested:
             module.weight.quant_state.offset = torch.zeros(())  # read where bytes are counted
-
-
-def _class_to_load(learning_rates: dict[str, float], use_peft: bool) -> type:
-    """Returns a class of the model that reads the modules that are trained in full in float32.
-
-    `from_pretrained` asks the class which modules stay in float32. It reads the others in the dtype
-    of [`frozen_dtype`].
-    """
-    cls = NormAlignLlavaForConditionalGeneration
-    in_float32 = [*cls._keep_in_fp32_modules_strict]
-    for module, names in PLACES.items():
-        has_only_adapters = use_peft and module == "language"
-        if learning_rates[module] and not has_only_adapters:
-            in_float32 += names
-    attributes = {"_keep_in_fp32_modules_strict": in_float32, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), attributes)
-
-
-def _start_norm(model: NormAlignLlavaForConditionalGeneration, stored_arm: str, arm: str) -> None:
-    """Aligns the norm, if the arm adds it to the stored one or starts it at another gain."""
-    if arm not in (stored_arm, "none") and {stored_arm, arm} & {"none", "unit"}:
-        model.align_projector_norm()
-    norm = projector_norm(model)
-    if any(parameter.is_meta for parameter in norm.parameters()):
-        # The checkpoint lacks the norm, and FSDP gives it the first process's values later. But
-        # accelerate takes two parameters on meta for one, and would never step the gain.
-        norm.to_empty(device="cpu")
+    return model
 
 
 def _train_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
@@ -303,18 +281,18 @@ def settle_float16(
         extent = f"reach {largest:,.0f}"
     float16_end = torch.finfo(torch.float16).max
     because = f"hidden states of long rows {extent}, and float16 ends at {float16_end:,.0f}"
-    if largest < float16_end / 4:  # they may grow while it is trained
-        return Precision(bf16=False, fp16=True, because=because)
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.float()
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization is not None:
-        quantization.bnb_4bit_compute_dtype = torch.float32
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.compute_dtype = torch.float32
-    return Precision(bf16=False, fp16=False, because=because)
+    is_safe = largest < float16_end / 4  # they may grow while it is trained
+    if not is_safe:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+        quantization = getattr(model.config, "quantization_config", None)
+        if quantization is not None:
+            quantization.bnb_4bit_compute_dtype = torch.float32
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.compute_dtype = torch.float32
+    return Precision(bf16=False, fp16=is_safe, because=because)
 
 
 @torch.no_grad()
@@ -323,15 +301,12 @@ def largest_hidden_state(model: PreTrainedModel, batch: dict[str, Any]) -> float
 
     It is infinity if an output is not finite.
     """
-    inputs = {}
-    for name in ("input_ids", "attention_mask", "position_ids", "pixel_values"):
-        if name in batch:
-            inputs[name] = batch[name].to(model.device)
+    names = {"input_ids", "attention_mask", "position_ids", "pixel_values"} & batch.keys()
+    inputs = {name: batch[name].to(model.device) for name in names}
     largest: list[Tensor] = []
 
     def add_largest(name: str, outputs: list[Tensor]) -> None:
-        for output in outputs:
-            largest.append(output.float().abs().max())
+        largest.extend(output.float().abs().max() for output in outputs)
 
     with watching_outputs(model, add_largest), torch.autocast(model.device.type, torch.float16):
         model.model(**inputs, use_cache=False)

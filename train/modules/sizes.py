@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from peft import PeftModel
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from transformers import Trainer, TrainingArguments
 from ...checkpoint import weights as stored
 from ..keeping.checkpoints import checkpoints_in
 from ..settings import RunConfig
-from .model import frozen_modules, trained_parameters
-from .sharding import sharding_stage
+from .model import frozen_modules, sharding, sharding_stage, trained_parameters
 
 
 PARAMETERS = "weights"
@@ -74,8 +72,7 @@ def memory_factors(args: TrainingArguments) -> dict[str, float]:
     for part, stage in first_stages.items():
         if sharding_stage() >= stage:
             factors[part] = 1 / args.world_size
-    distribution = AcceleratorState().distributed_type
-    if distribution in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+    if AcceleratorState().distributed_type.startswith("MULTI_"):
         factors[GRADIENTS] = 2.0  # DDP has a copy of them in buckets
     return factors
 
@@ -95,26 +92,29 @@ def optimizer_bytes(
     if optimizer is not None:
         optimizer_name = optimizer[0].__name__.lower()
     if "8bit" in optimizer_name or "32bit" in optimizer_name:
-        return sum(
-            _bitsandbytes_state(optimizer_name, tensor, tensor in embeddings) for tensor in trained
-        )
-    state_bytes = None
+        states = next((number for kind, number in STATES.items() if kind in optimizer_name), 2)
+        state_bytes = 0
+        for tensor in trained:
+            count = parameter_count(tensor)
+            if "8bit" in optimizer_name and count >= 4096 and tensor not in embeddings:
+                state_bytes += states * (count + 4 * math.ceil(count / 256))
+            else:  # small tensors stay in 32 bits
+                state_bytes += states * 4 * count
+        return state_bytes
     with suppress(Exception):  # an optimizer may need a model, values, or a GPU
         cls, arguments = optimizer or Trainer.get_optimizer_cls_and_kwargs(args)
-        state_bytes = _states_of_step(cls, arguments, trained)
-    if state_bytes is None:
-        return sum(2 * parameter_count(tensor) * tensor.element_size() for tensor in trained)
-    return state_bytes
+        return _states_of_step(cls, arguments, trained)
+    return sum(2 * parameter_count(tensor) * tensor.element_size() for tensor in trained)
 
 
 def _states_of_step(
     cls: type[torch.optim.Optimizer], arguments: dict[str, Any], trained: Sequence[Tensor]
-) -> int | None:
+) -> int:
     """Returns the bytes of states after a step on meta, without numbers such as counts of steps.
 
     One parameter takes the step for all that have its shape and type. A model has hundreds of them,
     and the state of each is as large. Optimizers that read values fail in the step. Then the states
-    that exist so far are counted, or None is returned if a parameter has none.
+    that exist so far are counted, or the error is raised if a parameter has none.
     """
     counts_of_kinds = Counter(
         (getattr(tensor, "ds_shape", tensor.shape), tensor.dtype) for tensor in trained
@@ -130,26 +130,13 @@ def _states_of_step(
         optimizer.step()
     except (RuntimeError, NotImplementedError):
         if len(optimizer.state) < len(parameters):
-            return None
+            raise
     state_bytes = 0
     for parameter, count in zip(parameters, counts_of_kinds.values(), strict=True):
         for state in optimizer.state[parameter].values():
             if isinstance(state, Tensor) and state.dim():
                 state_bytes += count * state.nbytes
     return state_bytes
-
-
-def _bitsandbytes_state(name: str, parameter: Tensor, embedding: bool) -> int:
-    """Returns the bytes of the states that an optimizer of bitsandbytes keeps of a parameter."""
-    parameters = parameter_count(parameter)
-    states = 2
-    for optimizer_kind, number in STATES.items():
-        if optimizer_kind in name:
-            states = number
-            break
-    if "8bit" in name and parameters >= 4096 and not embedding:  # small tensors stay in 32 bits
-        return states * (parameters + 4 * math.ceil(parameters / 256))
-    return states * 4 * parameters
 
 
 def parameter_count(parameter: Tensor) -> int:
@@ -186,7 +173,7 @@ def disk_use(
         weights_in: Folders with files of frozen modules. These files are linked, not written.
         optimizer_class: The optimizer's class and arguments, in place of `args.optim`.
     """
-    trained_bytes = sum(tensor_bytes(tensor) for tensor in trained_parameters(model).values())
+    trained_bytes = sum(map(tensor_bytes, trained_parameters(model).values()))
     has_adapters = isinstance(model, PeftModel)
     weight_bytes = trained_bytes
     bytes_written_once = 0
@@ -194,14 +181,27 @@ def disk_use(
         weight_bytes, bytes_written_once = _weights_bytes(model, weights_in)
     checkpoint_bytes = weight_bytes
     if not args.save_only_model:
-        distribution = AcceleratorState().distributed_type
         state_bytes = static_bytes(model, args, optimizer_class)[OPTIMIZER]
-        if distribution in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if sharding() != "none":
             state_bytes *= args.world_size
-            if has_adapters or distribution == DistributedType.DEEPSPEED:
+            if has_adapters or sharding() == "DeepSpeed":
                 state_bytes += trained_bytes  # these states contain trained weights too
         checkpoint_bytes += state_bytes
-    kept_count = _checkpoints_kept(args, steps)
+    strategy = args.save_strategy.value
+    if strategy == "no":
+        saves = 0
+    elif strategy == "epoch":
+        saves = math.ceil(args.num_train_epochs)
+    else:
+        save_steps = args.save_steps
+        if save_steps < 1:
+            save_steps = math.ceil(save_steps * steps)
+        saves = math.ceil(steps / save_steps)
+    # The oldest is removed when the newest is written, and the best one stays.
+    limit = (args.save_total_limit or saves) + 1
+    if args.load_best_model_at_end and args.save_total_limit == 1:
+        limit += 1
+    kept_count = min(saves, limit)
     total_bytes = bytes_written_once + kept_count * checkpoint_bytes + weight_bytes
     return {"checkpoint": checkpoint_bytes, "checkpoints": kept_count, "total": total_bytes}
 
@@ -229,25 +229,6 @@ def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, i
         else:
             in_each_checkpoint += file_bytes
     return in_each_checkpoint, written_once
-
-
-def _checkpoints_kept(args: RunConfig, steps: int) -> int:
-    """Returns how many checkpoints of a run are on the disk at a time, at most."""
-    strategy = args.save_strategy.value
-    if strategy == "no":
-        return 0
-    if strategy == "epoch":
-        saves = math.ceil(args.num_train_epochs)
-    else:
-        save_steps = args.save_steps
-        if save_steps < 1:
-            save_steps = math.ceil(save_steps * steps)
-        saves = math.ceil(steps / save_steps)
-    # The oldest is removed when the newest is written, and the best one stays.
-    limit = (args.save_total_limit or saves) + 1
-    if args.load_best_model_at_end and args.save_total_limit == 1:
-        limit += 1
-    return min(saves, limit)
 
 
 def check_disk(output_dir: Path, size: int) -> None:
