@@ -54,7 +54,7 @@ from .keeping.summary import RunSummary, summary
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
 from .modules.forward import eval_frozen, wrap_forward
-from .modules.load import LoadedModel, load, load_model
+from .modules.load import load, load_model
 from .modules.model import (
     MODULES,
     base_model,
@@ -70,7 +70,6 @@ from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
     GivenData,
     GivenModel,
-    Plan,
     Rows,
     check_stream,
     checked_rows,
@@ -82,27 +81,6 @@ from .settings import best_metric, keep_float32
 
 
 logger = get_logger(__name__)  # logs in one process only
-
-
-def refuse_arguments(formatting_func: Callable | None, optimizers: tuple) -> None:
-    """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
-    if formatting_func is not None:
-        raise ValueError("formatting_func makes text without images. Give rows of messages.")
-    if optimizers != (None, None):
-        raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
-
-
-def options_for_trl(plan: Plan) -> dict[str, Any]:
-    """Returns the values of options that TRL's constructor sees in place of the plan's."""
-    # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
-    replacements: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
-    if not isinstance(plan.data.collator, ConversationCollator):  # another checks its rows itself
-        replacements["assistant_only_loss"] = False
-        replacements["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    if plan.settings.dry_run:  # the Trainer would create both
-        replacements["output_dir"] = gettempdir()
-        replacements["push_to_hub"] = False
-    return replacements
 
 
 def pass_over_frozen(model: nn.Module, keys: Any) -> None:
@@ -162,7 +140,10 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        refuse_arguments(formatting_func, optimizers)
+        if formatting_func is not None:
+            raise ValueError("formatting_func makes text without images. Give rows of messages.")
+        if optimizers != (None, None):
+            raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
         plan = prepare(
             args,
             GivenModel(model, processing_class, quantization_config, peft_config),
@@ -171,8 +152,35 @@ class NormAlignTrainer(SFTTrainer):
             has_metrics=compute_metrics is not None,
         )
         loaded = load(plan)
-        self._keep_and_fetch(plan, loaded, options)
-        with replaced(loaded.settings, **options_for_trl(plan)):
+
+        model_name = loaded.model.name_or_path
+        self.plan = plan
+        self.checkpoint = plan.model.checkpoint
+        self.learning_rates = plan.learning_rates
+        self.precision = loaded.precision
+        self.weights_in = loaded.weights_in
+        self.unquantized_on_meta: nn.Module | None = None  # the model as it is saved, on meta
+        self.record = training_record(plan, loaded, options)
+        self.build = read_record(model_name, BUILD_RECORD, loaded.commit)
+        self.notices = fetch_notices(self.build, model_name, loaded.commit)
+        self.measurements = Measurements(loaded.settings)
+        self.probe: Any = None
+        self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps
+        self._best: dict[str, Any] | None = None  # the step of the weights, if not the last one
+        # While rows are evaluated: the sum of their losses, their number, the number of skipped.
+        self._evaluated: Tensor | None = None
+        self._will_show_batch = False  # whether the first batch is still to be shown
+
+        # What TRL's constructor sees in place of the plan's options. It refuses the first two for
+        # images (huggingface/trl#4339), and ignores the third.
+        for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
+        if not isinstance(plan.data.collator, ConversationCollator):  # another checks its rows
+            for_trl["assistant_only_loss"] = False
+            for_trl["dataset_kwargs"] = {"skip_prepare_dataset": True}
+        if plan.settings.dry_run:  # the Trainer would create both
+            for_trl["output_dir"] = gettempdir()
+            for_trl["push_to_hub"] = False
+        with replaced(loaded.settings, **for_trl):
             super().__init__(
                 loaded.model,
                 loaded.settings,
@@ -196,29 +204,6 @@ class NormAlignTrainer(SFTTrainer):
         self._checked_train_rows: Any = self.train_dataset
         self._set_facts_and_record(plan.data.report)
 
-    def _keep_and_fetch(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
-        """Keeps what the plan and the model say, before TRL's trainer is made.
-
-        Reads records and notices of the checkpoint, and fetches them if it is on the Hub.
-        """
-        self.plan = plan
-        self.checkpoint = plan.model.checkpoint
-        self.learning_rates = plan.learning_rates
-        self.precision = loaded.precision
-        self.weights_in = loaded.weights_in
-        self.unquantized_on_meta: nn.Module | None = None  # the model as it is saved, on meta
-        self.record = training_record(plan, loaded, options)
-        model_name = loaded.model.name_or_path
-        self.build = read_record(model_name, BUILD_RECORD, loaded.commit)
-        self.notices = fetch_notices(self.build, model_name, loaded.commit)
-        self.measurements = Measurements(loaded.settings)
-        self.probe: Any = None
-        self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps
-        self._best: dict[str, Any] | None = None  # the step of the weights, if not the last one
-        # While rows are evaluated: the sum of their losses, their number, the number of skipped.
-        self._evaluated: Tensor | None = None
-        self._will_show_batch = False  # whether the first batch is still to be shown
-
     def _set_facts_and_record(self, report: DataReport) -> None:
         """Counts the steps of a run on the training rows, and sets `facts` and `record`."""
         train_loader = self.get_train_dataloader()
@@ -227,10 +212,12 @@ class NormAlignTrainer(SFTTrainer):
         self.facts["disk"] = disk_use(
             self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
         )
-        self.record["data"] = data_record(report)
-        self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
-        self.record["sharding"] = sharding()
-        self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
+        self.record.update(
+            data=data_record(report),
+            row_lengths=digest_of_lengths(self.train_dataset),
+            sharding=sharding(),
+            run={name: value for name, value in self.facts.items() if name != "data"},
+        )
 
     def _check_new_train_rows(self) -> None:
         """Checks training rows that were set since the trainer was made, and sets the facts anew.
@@ -252,8 +239,7 @@ class NormAlignTrainer(SFTTrainer):
             passes = passes_in_step(args, rows)
             args.set_derived(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
-        self.train_dataset = rows
-        self._checked_train_rows = rows
+        self.train_dataset = self._checked_train_rows = rows
         sources = [source for source in self.plan.data.report.sources if source.split != "train"]
         if source_report is not None:
             sources.insert(0, source_report)
@@ -350,9 +336,7 @@ class NormAlignTrainer(SFTTrainer):
         return loader
 
     def _get_train_sampler(self, train_dataset=None):
-        rows = self.train_dataset
-        if train_dataset is not None:
-            rows = train_dataset
+        rows = self.train_dataset if train_dataset is None else train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
     def get_total_train_batch_size(self, args) -> int:
@@ -418,10 +402,18 @@ class NormAlignTrainer(SFTTrainer):
         if settings.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         self._check_new_train_rows()
-        self._check_precision(resume_from_checkpoint)
         is_new = not is_resumed(resume_from_checkpoint)
         output = Path(settings.output_dir)
         if not is_new:
+            recorded = read_precision(resume_from_checkpoint, settings.output_dir)
+            is_chosen = self.plan.settings.given.bf16 is not None
+            if not is_chosen and recorded not in (None, (settings.bf16, settings.fp16)):
+                bf16, fp16 = recorded
+                raise ValueError(
+                    f"The run to resume began with bf16={bf16} and fp16={fp16}, and this one has "
+                    f"bf16={settings.bf16} and fp16={settings.fp16}. Give NormAlignConfig "
+                    "resume_from_checkpoint too, or bf16 and fp16."
+                )
             checkpoint = resolve_resume(resume_from_checkpoint, output, settings.world_size)
             if checkpoint is None:
                 raise ValueError(f"{output} holds no complete checkpoint to resume from.")
@@ -442,19 +434,6 @@ class NormAlignTrainer(SFTTrainer):
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
-    def _check_precision(self, resume: str | bool | None) -> None:
-        """Raises ValueError if a resumed run had another precision, and nobody chose this one."""
-        if not is_resumed(resume) or self.plan.settings.given.bf16 is not None:
-            return
-        precision = read_precision(resume, self.args.output_dir)
-        if precision not in (None, (self.args.bf16, self.args.fp16)):
-            bf16, fp16 = precision
-            raise ValueError(
-                f"The run to resume began with bf16={bf16} and fp16={fp16}, and this one has "
-                f"bf16={self.args.bf16} and fp16={self.args.fp16}. Give NormAlignConfig "
-                "resume_from_checkpoint too, or bf16 and fp16."
-            )
-
     # TRL's own count would start again when a run is resumed. The Trainer saves its state.
     _total_train_tokens = property(
         lambda self: self.state.num_input_tokens_seen,
@@ -462,10 +441,15 @@ class NormAlignTrainer(SFTTrainer):
     )
 
     def training_step(self, model, inputs, *args, **kwargs):
-        """Takes a step as the Trainer does. Errors say how large the pass was."""
+        """Takes a step as the Trainer does. Errors say how large the pass was.
+
+        The first process prints the rows of the first batch, if that is asked for.
+        """
         if self._will_show_batch and {"input_ids", "labels"} <= inputs.keys():
             self._will_show_batch = False
-            self._show_batch(inputs)
+            console = Console(quiet=not self.is_world_process_zero())
+            examples = batch_examples(inputs, self.processing_class)
+            console.print(marked(examples, console.is_terminal), soft_wrap=True)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         except RuntimeError as error:
@@ -473,13 +457,6 @@ class NormAlignTrainer(SFTTrainer):
                 rows, tokens = inputs["input_ids"].shape
                 error.add_note(f"a forward and backward pass of {rows:,} x {tokens:,} tokens")
             raise
-
-    def _show_batch(self, batch: dict[str, Any]) -> None:
-        """Prints the rows of a batch, in the first process."""
-        if self.is_world_process_zero():
-            console = Console()
-            examples = batch_examples(batch, self.processing_class)
-            console.print(marked(examples, console.is_terminal), soft_wrap=True)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Returns TRL's loss, with frozen modules in evaluation mode."""
@@ -768,12 +745,9 @@ class NormAlignTrainer(SFTTrainer):
 OURS = {
     "_add_callbacks",
     "_check_new_train_rows",
-    "_check_precision",
     "_count_evaluated",
-    "_keep_and_fetch",
     "_set_facts_and_record",
     "_set_up_model",
-    "_show_batch",
     "_unquantized_model",
 }
 """Private methods that override none."""
