@@ -26,6 +26,7 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import SKIPPED_ROWS, ConversationCollator, SkippedRows
 from .command import NO_MODEL
+from .modules.adapter import check_quantized, language_adapter
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
@@ -158,21 +159,22 @@ def prepare(
     settings.set_derived(model_init_kwargs=opened.init_kwargs)
     learning_rates = settings.learning_rates(opened.adapters is not None)
 
-    collator = make_collator(data, opened.processor, settings)
-    settings.set_derived(padding_free=getattr(collator, "padding_free", False))
-    checked = read_data(data, collator, settings, needs_images(settings, learning_rates))
+    checked = read_data(data, opened.processor, settings, needs_images(settings, learning_rates))
     check_best_metric(settings, checked.held_out, has_metrics)
     warn_of_positions(checked.report, opened.config)
-    # Each process reads its rows itself, and gets no batches from another. TRL sets this only
-    # for a stream of training rows, and held-out rows may be a stream too.
-    accelerator_config = copy.copy(settings.accelerator_config)
-    accelerator_config.dispatch_batches = False
-    settings.set_derived(accelerator_config=accelerator_config)
+    settings.set_derived(
+        padding_free=getattr(checked.collator, "padding_free", False),
+        # Each process reads its rows itself, and gets no batches from another. TRL sets this only
+        # for a stream of training rows, and held-out rows may be a stream too.
+        accelerator_config=replace(settings.accelerator_config, dispatch_batches=False),
+    )
     if isinstance(checked.train, IterableDataset):  # a stream has one shard, for one worker
         settings.set_derived(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
     if settings.packing:
-        settings.set_derived(global_batch_size=rows_in_step(settings))
-        settings.set_derived(gradient_accumulation_steps=passes_in_step(settings, checked.train))
+        settings.set_derived(
+            global_batch_size=rows_in_step(settings),
+            gradient_accumulation_steps=passes_in_step(settings, checked.train),
+        )
     return Plan(settings, precision, learning_rates, opened, checked, optimizer)
 
 
@@ -222,7 +224,7 @@ def check_options(settings: RunConfig, model: Any) -> None:
     The Hub is asked if the result is to be pushed.
 
     Raises:
-        ValueError: An option cannot be used.
+        ValueError: An option cannot be used, or this account cannot publish to the repository.
         OSError: The Hub cannot be reached.
     """
     check_fsdp(settings)
@@ -242,25 +244,20 @@ def check_options(settings: RunConfig, model: Any) -> None:
     if settings.process_index != 0:
         return
     if settings.push_to_hub:
-        check_repository(settings)
+        from ..hub_cards.card.metadata import check_replaceable
+        from ..hub_cards.push.record import check_files_of_others
+        from ..hub_cards.push.repository import find_repository, log_in
+
+        repository_name = settings.hub_model_id or Path(settings.output_dir).absolute().name
+        api = log_in(repository_name, settings.hub_token)
+        if "/" not in repository_name:
+            repository_name = f"{api.whoami()['name']}/{repository_name}"
+        repository = find_repository(api, repository_name, branch=settings.hub_revision or "main")
+        check_replaceable(repository.card, repository_name)
+        check_files_of_others(repository)
     if not settings.dry_run:
         warn_if_slow("bfloat16" if settings.bf16 else None, settings.device.type)
         warn_if_slow(init_kwargs.get("dtype"), settings.device.type)
-
-
-def check_repository(settings: RunConfig) -> None:
-    """Raises ValueError or OSError unless this account can publish to the repository of a run."""
-    from ..hub_cards.card.metadata import check_replaceable
-    from ..hub_cards.push.record import check_files_of_others
-    from ..hub_cards.push.repository import find_repository, log_in
-
-    repository_name = settings.hub_model_id or Path(settings.output_dir).absolute().name
-    api = log_in(repository_name, settings.hub_token)
-    if "/" not in repository_name:
-        repository_name = f"{api.whoami()['name']}/{repository_name}"
-    repository = find_repository(api, repository_name, branch=settings.hub_revision or "main")
-    check_replaceable(repository.card, repository_name)
-    check_files_of_others(repository)
 
 
 def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
@@ -281,17 +278,30 @@ def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
         config = config_of_arm(checkpoint, settings.arm)
         dtype = frozen_dtype(config, settings)
         init_kwargs = {**(init_kwargs or {}), "revision": checkpoint.revision, "dtype": dtype}
-    adapters = require_adapters(given, config, settings)
-    if adapters is not None:
+
+    if not isinstance(given.quantization, BitsAndBytesConfig | None):
+        kind = type(given.quantization).__name__
+        raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
+    adapters = None
+    if given.adapters is not None:
+        rates = settings.learning_rates(use_peft=True)
+        adapters = language_adapter(given.adapters, config, rates)
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
+    if given.quantization is not None:
+        rate = settings.learning_rates(use_peft=False)["language"]
+        check_quantized(config, given.quantization, rate, adapters)
+
+    processor = given.processor
+    if processor is None:
+        if checkpoint is None and not given.model.name_or_path:
+            raise ValueError("The model names no folder with its processor. Give processing_class.")
+        processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
+    if not isinstance(processor, LlavaProcessor):
+        type_name = type(processor).__name__
+        raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
+    normalize_tokenization(processor)
     return OpenedModel(
-        model=given.model,
-        checkpoint=checkpoint,
-        config=config,
-        processor=open_processor(given, checkpoint),
-        adapters=adapters,
-        quantization=given.quantization,
-        init_kwargs=init_kwargs,
+        given.model, checkpoint, config, processor, adapters, given.quantization, init_kwargs
     )
 
 
@@ -335,55 +345,18 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
     return checkpoint
 
 
-def require_adapters(
-    given: GivenModel, config: NormAlignLlavaConfig, settings: RunConfig
-) -> LoraConfig | None:
-    """Returns the adapters, limited to the language model, or None.
+def read_data(
+    data: GivenData, processor: LlavaProcessor, settings: RunConfig, need_images: bool
+) -> CheckedData:
+    """Reads and checks the rows, and gives a collator what it needs to count bad ones.
+
+    The collator is the given one, or our own.
 
     Raises:
-        ValueError: The model cannot have these adapters, or cannot be quantized like this.
-        TypeError: The quantization has the wrong type.
-    """
-    if given.adapters is None and given.quantization is None:
-        return None
-    if not isinstance(given.quantization, BitsAndBytesConfig | None):
-        kind = type(given.quantization).__name__
-        raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
-    from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
-
-    adapters = None
-    if given.adapters is not None:
-        rates = settings.learning_rates(use_peft=True)
-        adapters = language_adapter(given.adapters, config, rates)
-    if given.quantization is not None:
-        rate = settings.learning_rates(use_peft=False)["language"]
-        check_quantized(config, given.quantization, rate, adapters)
-    return adapters
-
-
-def open_processor(given: GivenModel, checkpoint: Checkpoint | None) -> LlavaProcessor:
-    """Returns the given processor, or opens the checkpoint's. Makes it agree with itself.
-
-    Raises:
-        ValueError: There is none, or it cannot be used.
-    """
-    processor = given.processor
-    if processor is None:
-        if checkpoint is None and not given.model.name_or_path:
-            raise ValueError("The model names no folder with its processor. Give processing_class.")
-        processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
-    if not isinstance(processor, LlavaProcessor):
-        type_name = type(processor).__name__
-        raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
-    normalize_tokenization(processor)
-    return processor
-
-
-def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfig) -> DataCollator:
-    """Returns the given collator, or our own.
-
-    Raises:
-        ValueError: The collator does not go with the data or the options.
+        ValueError: The rows cannot be trained on, or they or the collator do not go with the
+            options.
+        TypeError: The rows are not a data set.
+        OSError: A file of the data cannot be read or fetched.
     """
     if isinstance(data.train, DataArguments) and (data.collator or data.held_out):
         raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
@@ -396,19 +369,7 @@ def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfi
     if joins_rows and not can_join:
         name = "packing" if settings.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
-    return collator
 
-
-def read_data(
-    data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
-) -> CheckedData:
-    """Reads and checks the rows, and gives the collator what it needs to count bad ones.
-
-    Raises:
-        ValueError: The rows cannot be trained on, or do not go with the options.
-        TypeError: The rows are not a data set.
-        OSError: A file of the data cannot be read or fetched.
-    """
     output_dir = Path(settings.output_dir)
     if isinstance(data.train, DataArguments):
         dropped_rows = None
@@ -417,7 +378,7 @@ def read_data(
         collator = replace(collator, bad_rows=data.train.bad_rows, dropped_rows=dropped_rows)
         named_data = load_data(
             data.train,
-            collator.processor,
+            processor,
             seed=settings.seed,
             with_eval=settings.eval_strategy != "no",
             need_images=need_images,
@@ -431,7 +392,7 @@ def read_data(
     is_stream = isinstance(checked.train, IterableDataset)
     if is_stream:
         check_stream(settings)
-    if not isinstance(collator, ConversationCollator):
+    if not is_ours:
         return checked
     sources = checked.report.sources
     collator = replace(collator, skippable=sum(source.skippable for source in sources))
