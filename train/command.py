@@ -298,16 +298,13 @@ def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str,
 
 def values_in(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Returns the values of some options on a command line. One without a value is "true"."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     for option_name in names:
         with_hyphens = option_name.replace("_", "-")
         parser.add_argument(f"--{option_name}", f"--{with_hyphens}", nargs="?", const="true")
-    known_options, _ = parser.parse_known_args(words)
-    return {
-        option_name: value
-        for option_name, value in vars(known_options).items()
-        if value is not None
-    }
+    return vars(parser.parse_known_args(words)[0])
 
 
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -68,21 +68,29 @@ SAME = {
 
 FREEZES = "0 freezes it, and other values train it"
 SHARE = "below 1 it is a share of all steps"
-ONE_SIZE = "the checkpoint's processor gives every image the size that the vision encoder takes"
 
 SIMILAR = (
-    ("freeze_vision_tower freeze_vit freeze_vision_model", "vision_learning_rate", FREEZES),
-    ("unfreeze_vision finetune_vision_layers", "vision_learning_rate", FREEZES),
-    ("unfreeze_mm_vision_tower", "vision_learning_rate", FREEZES),
+    (
+        "freeze_vision_tower freeze_vit freeze_vision_model unfreeze_vision finetune_vision_layers "
+        "unfreeze_mm_vision_tower",
+        "vision_learning_rate",
+        FREEZES,
+    ),
     (
         "freeze_multi_modal_projector freeze_aligner tune_mm_mlp_adapter",
         "projector_learning_rate norm_learning_rate",
         FREEZES,
     ),
-    ("freeze_language_model freeze_llm freeze_backbone", "language_learning_rate", FREEZES),
-    ("finetune_language_layers", "language_learning_rate", FREEZES),
-    ("finetuning_type adapter train_type tuner_type", "use_peft", "true trains LoRA adapters"),
-    ("sft_type lora_enable", "use_peft", "true trains LoRA adapters"),
+    (
+        "freeze_language_model freeze_llm freeze_backbone finetune_language_layers",
+        "language_learning_rate",
+        FREEZES,
+    ),
+    (
+        "finetuning_type adapter train_type tuner_type sft_type lora_enable",
+        "use_peft",
+        "true trains LoRA adapters",
+    ),
     (
         "lora_target_linear target_all_linear",
         "lora_target_modules",
@@ -126,8 +134,10 @@ NOTHING = {
     "plot_loss": "a run draws `loss.png` in its output_dir, from three logged steps on",
     "model_type": "a checkpoint says what it is",
     "overwrite_cache": "what is kept of data is found by its content",
-    "image_max_pixels image_min_pixels max_pixels min_pixels": ONE_SIZE,
-    "image_resolution image_size image_aspect_ratio image_resize_algorithm": ONE_SIZE,
+    "image_max_pixels image_min_pixels max_pixels min_pixels image_resolution image_size "
+    "image_aspect_ratio image_resize_algorithm": (
+        "the checkpoint's processor gives every image the size that the vision encoder takes"
+    ),
     "template chat_template conversation prompt_template": (
         "a checkpoint has its own, set by `normalign build --chat-template`"
     ),
