@@ -159,7 +159,7 @@ def prepare(
     settings.set_derived(model_init_kwargs=opened.init_kwargs)
     learning_rates = settings.learning_rates(opened.adapters is not None)
 
-    checked = read_data(data, opened.processor, settings, needs_images(settings, learning_rates))
+    checked = read_data(data, opened.processor, settings, learning_rates)
     check_best_metric(settings, checked.held_out, has_metrics)
     warn_of_positions(checked.report, opened.config)
     settings.set_derived(
@@ -211,11 +211,6 @@ def given_options(
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**options)
-
-
-def needs_images(settings: RunConfig, learning_rates: dict[str, float]) -> bool:
-    """Returns whether rows without an image would train nothing."""
-    return settings.stage == "align" or not learning_rates["language"]
 
 
 def check_options(settings: RunConfig, model: Any) -> None:
@@ -346,7 +341,10 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
 
 
 def read_data(
-    data: GivenData, processor: LlavaProcessor, settings: RunConfig, need_images: bool
+    data: GivenData,
+    processor: LlavaProcessor,
+    settings: RunConfig,
+    learning_rates: dict[str, float],
 ) -> CheckedData:
     """Reads and checks the rows, and gives a collator what it needs to count bad ones.
 
@@ -371,6 +369,8 @@ def read_data(
         raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
 
     output_dir = Path(settings.output_dir)
+    # Without an image, a row would train nothing.
+    need_images = settings.stage == "align" or not learning_rates["language"]
     if isinstance(data.train, DataArguments):
         dropped_rows = None
         if not settings.dry_run:
@@ -389,15 +389,15 @@ def read_data(
         checked = CheckedData(named_data.train, named_data.eval, collator, named_data.report)
     else:
         checked = check_given(data, collator, settings, need_images)
-    is_stream = isinstance(checked.train, IterableDataset)
-    if is_stream:
+    sources = checked.report.sources
+    skippable = sum(source.skippable for source in sources)
+    share = 0.0
+    if isinstance(checked.train, IterableDataset):
         check_stream(settings)
+        share = skippable / (MANY_ROWS * max(1, len(sources)))
     if not is_ours:
         return checked
-    sources = checked.report.sources
-    collator = replace(collator, skippable=sum(source.skippable for source in sources))
-    if is_stream:
-        collator.share = collator.skippable / (MANY_ROWS * max(1, len(sources)))
+    collator = replace(collator, skippable=skippable, share=share)
     if not settings.dry_run:  # all processes of the run have this file, and a resumed run has it
         collator.skipped_rows = SkippedRows(output_dir / SKIPPED_ROWS)
     return replace(checked, collator=collator)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import reduce, save_fsdp_optimizer
-from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -67,15 +66,7 @@ from .modules.model import (
 from .modules.precision import train_in_float32
 from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
 from .modules.sizes import OptimizerClass, check_disk, disk_use
-from .prepare import (
-    GivenData,
-    GivenModel,
-    Rows,
-    check_stream,
-    checked_rows,
-    needs_images,
-    prepare,
-)
+from .prepare import GivenData, GivenModel, Rows, checked_rows, prepare, read_data
 from .samplers import passes_in_step, train_sampler
 from .settings import best_metric, keep_float32
 
@@ -228,25 +219,19 @@ class NormAlignTrainer(SFTTrainer):
         if new_rows is self._checked_train_rows:
             return
         args = self.args
-        collator = self.data_collator
-        if isinstance(new_rows, IterableDataset):
-            check_stream(args)
-        must_have_images = needs_images(args, self.learning_rates)
-        rows, source_report = checked_rows(
-            new_rows, "train_dataset", collator, args, "train", must_have_images
-        )
+        given = GivenData(new_rows, collator=self.data_collator)
+        checked = read_data(given, self.processing_class, args, self.learning_rates)
+        rows = checked.train
         if args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(args, rows)
             args.set_derived(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
         self.train_dataset = self._checked_train_rows = rows
-        sources = [source for source in self.plan.data.report.sources if source.split != "train"]
-        if source_report is not None:
-            sources.insert(0, source_report)
-            collator.skippable = source_report.skippable
-        self._set_facts_and_record(DataReport(sources))
+        self.data_collator = checked.collator
+        held_out = [source for source in self.plan.data.report.sources if source.split != "train"]
+        self._set_facts_and_record(DataReport(checked.report.sources + held_out))
         if self.probe is not None:
-            self.probe.batch = type(self.probe).of_rows(rows, collator, args).batch
+            self.probe.batch = type(self.probe).of_rows(rows, checked.collator, args).batch
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, and wraps the forward pass."""
@@ -301,12 +286,9 @@ class NormAlignTrainer(SFTTrainer):
         """Makes the optimizer with a rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is not None:
             return self.optimizer
-        modules = {}
-        trained = set()
-        for parameter_name, parameter in (model or self.model).named_parameters():
-            modules[parameter] = module_of(parameter_name)
-            if parameter.requires_grad:
-                trained.add(modules[parameter])
+        named_parameters = (model or self.model).named_parameters()
+        modules = {parameter: module_of(name) for name, parameter in named_parameters}
+        trained = {modules[parameter] for parameter in modules if parameter.requires_grad}
         first_module = next((module for module in MODULES if module in trained), "")
         # The optimizer's own rate is the rate of its first group. min_lr is a share of it.
         first_rate = self.learning_rates.get(first_module, self.args.learning_rate)
