@@ -1,20 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that options have in other tools, and what they are called here."""
 
-
-def answer_for(name: str) -> str:
-    """Returns a sentence that says what an option of [`ELSEWHERE`] is called here."""
-    options, remark = ELSEWHERE[name]
-    if not options:
-        return f"`{name}` does not exist here: {remark}."
-    quoted = " and ".join(f"`{option}`" for option in options)
-    verb = "is" if len(options) == 1 else "are"
-    sentence = f"`{name}` {verb} called {quoted} here"
-    if remark:
-        sentence += f": {remark}"
-    return f"{sentence}."
-
-
 SAME = {
     "max_length": "cutoff_len sequence_len max_seq_length max_seq_len model_max_length seq_len",
     "lora_r": "lora_rank lora_dim",
