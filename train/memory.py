@@ -110,7 +110,17 @@ def largest_batch(args: RunConfig, rows: "Rows", collator: DataCollator) -> dict
         length = args.max_length or 0
         if args.padding_free:  # all rows are in one sequence
             length *= row_count
-        return lengthened(batch, length)
+        missing = length - batch["input_ids"].shape[1]
+        if missing <= 0:
+            return batch
+        filling = {}
+        for name in batch.keys() & {"input_ids", "attention_mask"}:
+            filling[name] = batch[name][:, -1:].expand(-1, missing)
+        filling["labels"] = filling["input_ids"]
+        if "position_ids" in batch:
+            filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
+        longer = {name: torch.cat([batch[name], tokens], 1) for name, tokens in filling.items()}
+        return batch | longer
     lengths = rows.with_format(None)["length"][:]
     if args.packing:
         passes: Any = train_sampler(args, rows)
@@ -119,21 +129,6 @@ def largest_batch(args: RunConfig, rows: "Rows", collator: DataCollator) -> dict
         longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         numbers = (longest_first * row_count)[:row_count]
     return collator([rows[number] for number in numbers])
-
-
-def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Returns a batch whose rows are filled with learned tokens up to a length."""
-    missing = length - batch["input_ids"].shape[1]
-    if missing <= 0:
-        return batch
-    filling = {}
-    for name in batch.keys() & {"input_ids", "attention_mask"}:
-        filling[name] = batch[name][:, -1:].expand(-1, missing)
-    filling["labels"] = filling["input_ids"]
-    if "position_ids" in batch:
-        filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
-    longer = {name: torch.cat([batch[name], tokens], 1) for name, tokens in filling.items()}
-    return batch | longer
 
 
 def estimate_memory(
@@ -170,20 +165,21 @@ def estimate_memory(
     image_count = len(batch.get("pixel_values", ()))
     batch_in_words = f"{row_count:,} row(s), {input_ids.numel():,} tokens, {image_count:,} image(s)"
     filled = {part: bytes_by_part[part] for part in MEMORY_PARTS if bytes_by_part[part]}
-    return MemoryEstimate(filled, batch_in_words, *_device(settings))
 
-
-def _device(args: RunConfig) -> tuple[str, int, int]:
-    """Returns the device's name, its bytes, and the bytes to keep free."""
-    if args.device_memory is not None:
-        return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
-    if args.device.type == "cuda":
-        _, device_bytes = torch.cuda.mem_get_info(args.device)
-        return torch.cuda.get_device_name(args.device), device_bytes, CONTEXT
-    machine_name = "this machine"
-    if memory_limit() < psutil.virtual_memory().total:
-        machine_name = "this container"
-    return machine_name, memory_limit(), 0
+    device = "this machine"
+    available = memory_limit()
+    reserved = CONTEXT
+    if settings.device_memory is not None:
+        device = "device_memory"
+        available = convert_file_size_to_int(settings.device_memory)
+    elif settings.device.type == "cuda":
+        device = torch.cuda.get_device_name(settings.device)
+        _, available = torch.cuda.mem_get_info(settings.device)
+    else:
+        reserved = 0
+        if available < psutil.virtual_memory().total:
+            device = "this container"
+    return MemoryEstimate(filled, batch_in_words, device, available, reserved)
 
 
 aten = torch.ops.aten
@@ -365,7 +361,13 @@ class _Ledger(TorchDispatchMode):
 def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Returns the shapes that an operation gives for shapes."""
     if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-        args = (args[0], _positions(args[1]), *args[2:])
+        positions: list[Tensor | None] = []  # in place of masks, because their number is known
+        for index in args[1]:
+            if index is None or index.dtype != torch.bool or isinstance(index, _Shape):
+                positions.append(index)
+            else:
+                positions += index.nonzero(as_tuple=True)
+        args = (args[0], positions, *args[2:])
     shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
     args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), (args, kwargs))
     if "device" in kwargs:
@@ -381,14 +383,3 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return _plain(tensor).untyped_storage()
-
-
-def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns indices with positions in place of masks, because their number is known."""
-    positions: list[Tensor | None] = []
-    for index in indices:
-        if index is None or index.dtype != torch.bool or isinstance(index, _Shape):
-            positions.append(index)
-        else:
-            positions += index.nonzero(as_tuple=True)
-    return positions

@@ -140,11 +140,12 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         rate_of_module = {}
         for module in MODULES:
             option = f"{module}_learning_rate"
-            rate_of_module[module] = getattr(self, option)
-            if rate_of_module[module] is None:
-                rate_of_module[module] = defaults.get(option, general_rate)
-                if rate_of_module[module] > 0 and self.learning_rate is not None:
-                    rate_of_module[module] = self.learning_rate
+            rate = getattr(self, option)
+            if rate is None:
+                rate = defaults.get(option, general_rate)
+                if rate > 0 and self.learning_rate is not None:
+                    rate = self.learning_rate
+            rate_of_module[module] = rate
         return rate_of_module
 
 
@@ -321,9 +322,7 @@ def _text_parser(
     if "no" in choices:
         return partial(_parse_word, NO, parse_text)
     types = {hint, *get_args(hint)}
-    for kind in list(types):
-        if get_origin(kind) is list:
-            types.add(get_args(kind)[0])
+    types.update(*map(get_args, types))  # those in lists
     if any(kind is dict or get_origin(kind) is dict for kind in types):
         return partial(_parse_word, dict.fromkeys(OFF), str)
     if str in types:

@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from .settings import RunConfig
@@ -146,8 +146,7 @@ class BalancedSampler(BatchRebalanceSampler):
     def steps(self) -> Iterator[list[int]]:
         """Yields the rows of each optimizer step, over all processes."""
         row_order = list(islice(cycle(self.sampler), self.rows_of_epoch))
-        for first_row in range(0, self.rows_of_epoch, self.effective_batch_size):
-            yield row_order[first_row : first_row + self.effective_batch_size]
+        yield from BatchSampler(row_order, self.effective_batch_size, drop_last=False)
 
     def passes(self, rows: Sequence[int]) -> list[list[int]]:
         """Returns the rows of each pass of a step, over all processes."""

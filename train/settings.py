@@ -234,29 +234,24 @@ def check_contradictions(settings: RunConfig) -> None:
             "use_seedable_sampler false has an order of rows that no resumed run finds again. "
             "Leave it out, or set save_strategy: no."
         )
-    if settings.padding_free:
-        check_padding_free(settings)
-
-
-def check_padding_free(settings: RunConfig) -> None:
-    """Raises ValueError for an option that cannot be used where rows are joined without padding."""
+    if not settings.padding_free:
+        return
+    joins_rows = "padding_free"
     contradictions = {
         "neftune_noise_alpha": settings.neftune_noise_alpha is not None,  # its noise is by length
         "pad_to_multiple_of": settings.pad_to_multiple_of,
     }
-    joins_rows = "padding_free"
     if settings.packing:
         joins_rows = "packing"
         strategy = settings.train_sampling_strategy
-        is_seeded = settings.accelerator_config.use_seedable_sampler
         contradictions |= {
             "train_sampling_strategy batch_rebalance": strategy == "batch_rebalance",
             "average_tokens_across_devices false": not settings.average_tokens_across_devices,
             "use_seedable_sampler false": not is_seeded,
         }
-    for option, is_set in contradictions.items():
-        if is_set:
-            raise ValueError(f"{option} cannot be used with {joins_rows}. Leave one of them out.")
+    used = [option for option, is_set in contradictions.items() if is_set]
+    if used:
+        raise ValueError(f"{used[0]} cannot be used with {joins_rows}. Leave one of them out.")
 
 
 def autocast_dtype(settings: RunConfig) -> Literal["bfloat16", "float16"] | None:
