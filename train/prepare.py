@@ -72,7 +72,6 @@ class OpenedModel:
         processor: A LLaVA processor that agrees with the model.
         adapters: The adapters to train.
         quantization: How the model will be quantized when it is loaded.
-        init_kwargs: The arguments of `from_pretrained`.
     """
 
     model: Any
@@ -81,7 +80,6 @@ class OpenedModel:
     processor: LlavaProcessor
     adapters: LoraConfig | None
     quantization: BitsAndBytesConfig | None
-    init_kwargs: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -156,12 +154,17 @@ def prepare(
     settings.set_derived(gradient_accumulation_steps=accumulation_steps(settings))
 
     opened = open_model(model, settings)
-    settings.set_derived(model_init_kwargs=opened.init_kwargs)
     learning_rates = settings.learning_rates(opened.adapters is not None)
 
     checked = read_data(data, opened.processor, settings, learning_rates)
     check_best_metric(settings, checked.held_out, has_metrics)
-    warn_of_positions(checked.report, opened.config)
+    longest = max([source.longest or 0 for source in checked.report.sources], default=0)
+    positions = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+    if positions and longest > positions:
+        logger.warning(
+            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} "
+            f"positions. --max_length {positions} drops longer rows."
+        )
     settings.set_derived(
         padding_free=getattr(checked.collator, "padding_free", False),
         # Each process reads its rows itself, and gets no batches from another. TRL sets this only
@@ -199,8 +202,8 @@ def given_options(
         return args
     if not isinstance(args, TrainingArguments):
         raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
-    known = {field.name for field in fields(NormAlignConfig) if field.init}
-    options = {option: value for option, value in vars(args).items() if option in known}
+    known = [field.name for field in fields(NormAlignConfig) if field.init]
+    options = {option: getattr(args, option) for option in known if hasattr(args, option)}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
         problem = "assistant_only_loss is False, but the loss is on the assistant's turns"
@@ -258,21 +261,23 @@ def check_options(settings: RunConfig, model: Any) -> None:
 def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
     """Opens the model, its processor and its adapters, and checks them.
 
+    Sets the commit and the dtype of what will be loaded in the options.
+
     Raises:
         ValueError: One of them cannot be used.
         TypeError: The model or the quantization has the wrong type.
         OSError: A file of the checkpoint cannot be read or fetched.
     """
     checkpoint = None
-    init_kwargs = settings.model_init_kwargs
     if isinstance(given.model, nn.Module):
         check_model(given, settings.arm)
         config = given.model.config
     else:
         checkpoint = open_named(given, settings)
         config = config_of_arm(checkpoint, settings.arm)
-        dtype = frozen_dtype(config, settings)
-        init_kwargs = {**(init_kwargs or {}), "revision": checkpoint.revision, "dtype": dtype}
+        init_kwargs = dict(settings.model_init_kwargs or {})
+        init_kwargs.update(revision=checkpoint.revision, dtype=frozen_dtype(config, settings))
+        settings.set_derived(model_init_kwargs=init_kwargs)
 
     if not isinstance(given.quantization, BitsAndBytesConfig | None):
         kind = type(given.quantization).__name__
@@ -295,9 +300,7 @@ def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
         type_name = type(processor).__name__
         raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
     normalize_tokenization(processor)
-    return OpenedModel(
-        given.model, checkpoint, config, processor, adapters, given.quantization, init_kwargs
-    )
+    return OpenedModel(given.model, checkpoint, config, processor, adapters, given.quantization)
 
 
 def check_model(given: GivenModel, arm: str | None) -> None:
@@ -393,7 +396,10 @@ def read_data(
     skippable = sum(source.skippable for source in sources)
     share = 0.0
     if isinstance(checked.train, IterableDataset):
-        check_stream(settings)
+        if settings.max_steps <= 0:
+            raise ValueError("A streamed data set has no length. Set max_steps.")
+        if settings.packing or settings.train_sampling_strategy == "group_by_length":
+            raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
         share = skippable / (MANY_ROWS * max(1, len(sources)))
     if not is_ours:
         return checked
@@ -407,44 +413,23 @@ def check_given(
     data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
 ) -> CheckedData:
     """Checks rows that were given in memory or as a stream. Raises what [`read_data`] raises."""
-    train, train_report = checked_rows(
+    train, reports = checked_rows(
         data.train, "train_dataset", collator, settings, "train", need_images
     )
-    reports = [train_report]
     held_out: Any = None
     if isinstance(data.held_out, dict):
         held_out = {}
         for data_name, held_out_rows in data.held_out.items():
-            held_out[data_name], source_report = checked_rows(
+            held_out[data_name], further_reports = checked_rows(
                 held_out_rows, data_name, collator, settings, "eval"
             )
-            reports.append(source_report)
+            reports += further_reports
     elif data.held_out is not None:
-        held_out, source_report = checked_rows(
+        held_out, further_reports = checked_rows(
             data.held_out, "eval_dataset", collator, settings, "eval"
         )
-        reports.append(source_report)
-    report = DataReport([source for source in reports if source is not None])
-    return CheckedData(train, held_out, collator, report)
-
-
-def warn_of_positions(report: DataReport, config: NormAlignLlavaConfig) -> None:
-    """Warns if rows are longer than the language model has positions."""
-    longest = max([source.longest or 0 for source in report.sources], default=0)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and longest > positions:
-        logger.warning(
-            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} "
-            f"positions. --max_length {positions} drops longer rows."
-        )
-
-
-def check_stream(settings: RunConfig) -> None:
-    """Raises ValueError if a stream of training rows does not go with the options."""
-    if settings.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Set max_steps.")
-    if settings.packing or settings.train_sampling_strategy == "group_by_length":
-        raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
+        reports += further_reports
+    return CheckedData(train, held_out, collator, DataReport(reports))
 
 
 def check_best_metric(settings: RunConfig, held_out: Any, has_metrics: bool) -> None:
@@ -476,8 +461,8 @@ def checked_rows(
     settings: RunConfig,
     split: Literal["train", "eval"],
     need_images: bool = False,
-) -> tuple[Rows, SourceReport | None]:
-    """Returns rows for a [`ConversationCollator`], and a report.
+) -> tuple[Rows, list[SourceReport]]:
+    """Returns rows for a [`ConversationCollator`], and their report.
 
     Rows for another collator stay as they are, and have no report.
 
@@ -489,7 +474,7 @@ def checked_rows(
         type_name = type(rows).__name__
         raise TypeError(f"{name} is a {type_name}. Give a Dataset (Dataset.from_list) or a stream.")
     if not isinstance(collator, ConversationCollator):
-        return rows, None
+        return rows, []
     checks = Checks(
         collator.processor,
         settings.max_length,
@@ -498,15 +483,12 @@ def checked_rows(
         collator.dropped_rows,
         settings.dataset_num_proc,
     )
-    return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
+    prepared, report = prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
+    return prepared, [report]
 
 
-def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> int:
+def accumulation_steps(settings: RunConfig) -> int:
     """Returns the forward passes of an optimizer step that give the global batch.
-
-    Args:
-        settings: The options of the run.
-        world_size: How many processes train, by default as many as in this run.
 
     Raises:
         ValueError: No number of passes gives it, or another number was asked for.
@@ -519,11 +501,10 @@ def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> in
     global_batch = settings.global_batch_size
     if global_batch is None:
         return accumulation
-    world_size = world_size or settings.world_size
     rows_in_pass = settings.per_device_train_batch_size
-    passes, remainder = divmod(global_batch, rows_in_pass * world_size)
+    passes, remainder = divmod(global_batch, rows_in_pass * settings.world_size)
     if remainder or not passes:
-        product = f"per_device_train_batch_size {rows_in_pass} x {world_size} process(es)"
+        product = f"per_device_train_batch_size {rows_in_pass} x {settings.world_size} process(es)"
         raise ValueError(
             f"global_batch_size {global_batch} is not a multiple of {product}. Change one."
         )

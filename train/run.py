@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from peft import PeftModel
 from transformers import TrainerCallback
@@ -24,9 +24,6 @@ from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .settings import complete
 from .trainer import NormAlignTrainer
-
-
-Callbacks: TypeAlias = Sequence[TrainerCallback]
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
@@ -56,7 +53,10 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
 
 
 def train(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
+    data: DataArguments,
+    args: NormAlignConfig,
+    model: ModelArguments,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """Trains, with further callbacks, and writes the result. Raises what [`main`] raises."""
     output = Path(args.output_dir)
@@ -92,7 +92,10 @@ def train(
 
 
 def make_trainer(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
+    data: DataArguments,
+    args: NormAlignConfig,
+    model: ModelArguments,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[NormAlignTrainer, Path | None]:
     """Returns the trainer of a run, and the checkpoint that it resumes.
 

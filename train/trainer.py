@@ -37,9 +37,17 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.checks import FiniteCheck, PackedAttentionCheck
+from .callbacks.depth_probe import CosineProbe
 from .callbacks.measurements import Measurements
 from .callbacks.progress import LossCurve, show, show_lines
-from .collator import ConversationCollator, blank_image, count_rows_with_labels
+from .callbacks.samples import sample_callback
+from .collator import (
+    ConversationCollator,
+    batch_examples,
+    blank_image,
+    count_rows_with_labels,
+    marked,
+)
 from .keeping.checkpoints import (
     is_resumed,
     only_run,
@@ -50,7 +58,6 @@ from .keeping.checkpoints import (
 )
 from .keeping.record import check_resumed, data_record, digest_of_lengths, training_record
 from .keeping.summary import RunSummary, summary
-from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
 from .modules.forward import eval_frozen, wrap_forward
 from .modules.load import load, load_model
@@ -110,6 +117,7 @@ class NormAlignTrainer(SFTTrainer):
     """
 
     train_dataset: Any
+    data_collator: Any
 
     def __init__(
         self,
@@ -189,8 +197,7 @@ class NormAlignTrainer(SFTTrainer):
         self.hub_token = self.args.hub_token
         self.args.hub_token = None  # options are saved too
         self.args.set_derived()
-        self._set_up_model()
-        self._add_callbacks()
+        self._set_up()
         # The rows that `facts` and `record` describe.
         self._checked_train_rows: Any = self.train_dataset
         self._set_facts_and_record(plan.data.report)
@@ -231,10 +238,10 @@ class NormAlignTrainer(SFTTrainer):
         held_out = [source for source in self.plan.data.report.sources if source.split != "train"]
         self._set_facts_and_record(DataReport(checked.report.sources + held_out))
         if self.probe is not None:
-            self.probe.batch = type(self.probe).of_rows(rows, checked.collator, args).batch
+            self.probe.batch = CosineProbe.of_rows(rows, checked.collator, args).batch
 
-    def _set_up_model(self) -> None:
-        """Freezes modules, makes the others float32, and wraps the forward pass."""
+    def _set_up(self) -> None:
+        """Freezes modules, makes the others float32, wraps the forward pass, and adds callbacks."""
         args = self.args
         model = base_model(self.model)
         if isinstance(self.model, PeftModel):  # its card would have the base's local path
@@ -249,9 +256,6 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
-    def _add_callbacks(self) -> None:
-        """Adds the callbacks that the options ask for."""
-        args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
         if args.padding_free:
@@ -263,14 +267,9 @@ class NormAlignTrainer(SFTTrainer):
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
-            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
-
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
-        is_ours = isinstance(self.data_collator, ConversationCollator)  # others' rows are unknown
-        if self.eval_dataset is not None and is_ours and args.sample_count != 0:
-            from .callbacks.samples import sample_callback  # late: it imports what answers
-
+        if isinstance(self.data_collator, ConversationCollator):  # others' rows are unknown
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
             samples = sample_callback(self.eval_dataset, args, is_sharded=is_sharded)
             if samples is not None:
@@ -725,11 +724,10 @@ class NormAlignTrainer(SFTTrainer):
 
 
 OURS = {
-    "_add_callbacks",
     "_check_new_train_rows",
     "_count_evaluated",
     "_set_facts_and_record",
-    "_set_up_model",
+    "_set_up",
     "_unquantized_model",
 }
 """Private methods that override none."""

@@ -303,7 +303,7 @@ def make_record(recorded_settings):
             recorded_settings,
             FLOAT32,
             {"norm": 1e-3},
-            OpenedModel(model, None, model.config, None, None, None, None),
+            OpenedModel(model, None, model.config, None, None, None),
             CheckedData(None, None, None, report),
             optimizer=None,
         )
