@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from rich.console import Group
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
@@ -44,10 +44,6 @@ from .modules.sizes import (
 )
 from .samplers import train_sampler
 from .settings import RunConfig
-
-
-if TYPE_CHECKING:  # it imports this file
-    from .prepare import Rows
 
 
 CONTEXT = 2**30
@@ -96,7 +92,9 @@ class MemoryEstimate(Printed):
         return Group(table, self.verdict)
 
 
-def largest_batch(args: RunConfig, rows: "Rows", collator: DataCollator) -> dict[str, Any]:
+def largest_batch(
+    args: RunConfig, rows: Dataset | IterableDataset, collator: DataCollator
+) -> dict[str, Any]:
     """Returns the collated forward pass of the longest rows, or with packing of the most tokens.
 
     The lengths of a stream are not known: its first row is repeated, and filled with learned tokens
