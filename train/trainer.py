@@ -37,10 +37,8 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.checks import FiniteCheck, PackedAttentionCheck
-from .callbacks.depth_probe import CosineProbe
 from .callbacks.measurements import Measurements
 from .callbacks.progress import LossCurve, show, show_lines
-from .callbacks.samples import sample_callback
 from .collator import (
     ConversationCollator,
     batch_examples,
@@ -238,7 +236,7 @@ class NormAlignTrainer(SFTTrainer):
         held_out = [source for source in self.plan.data.report.sources if source.split != "train"]
         self._set_facts_and_record(DataReport(checked.report.sources + held_out))
         if self.probe is not None:
-            self.probe.batch = CosineProbe.of_rows(rows, checked.collator, args).batch
+            self.probe.batch = type(self.probe).of_rows(rows, checked.collator, args).batch
 
     def _set_up(self) -> None:
         """Freezes modules, makes the others float32, wraps the forward pass, and adds callbacks."""
@@ -267,9 +265,14 @@ class NormAlignTrainer(SFTTrainer):
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
+            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
+
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
-        if isinstance(self.data_collator, ConversationCollator):  # others' rows are unknown
+        is_ours = isinstance(self.data_collator, ConversationCollator)  # others' rows are unknown
+        if self.eval_dataset is not None and is_ours and args.sample_count != 0:
+            from .callbacks.samples import sample_callback  # late: it imports what answers
+
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
             samples = sample_callback(self.eval_dataset, args, is_sharded=is_sharded)
             if samples is not None:
