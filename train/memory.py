@@ -163,21 +163,20 @@ def estimate_memory(
     image_count = len(batch.get("pixel_values", ()))
     batch_in_words = f"{row_count:,} row(s), {input_ids.numel():,} tokens, {image_count:,} image(s)"
     filled = {part: bytes_by_part[part] for part in MEMORY_PARTS if bytes_by_part[part]}
+    return MemoryEstimate(filled, batch_in_words, *_device(settings))
 
-    device = "this machine"
-    available = memory_limit()
-    reserved = CONTEXT
-    if settings.device_memory is not None:
-        device = "device_memory"
-        available = convert_file_size_to_int(settings.device_memory)
-    elif settings.device.type == "cuda":
-        device = torch.cuda.get_device_name(settings.device)
-        _, available = torch.cuda.mem_get_info(settings.device)
-    else:
-        reserved = 0
-        if available < psutil.virtual_memory().total:
-            device = "this container"
-    return MemoryEstimate(filled, batch_in_words, device, available, reserved)
+
+def _device(args: RunConfig) -> tuple[str, int, int]:
+    """Returns the device's name, its bytes, and the bytes to keep free."""
+    if args.device_memory is not None:
+        return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
+    if args.device.type == "cuda":
+        _, device_bytes = torch.cuda.mem_get_info(args.device)
+        return torch.cuda.get_device_name(args.device), device_bytes, CONTEXT
+    machine_name = "this machine"
+    if memory_limit() < psutil.virtual_memory().total:
+        machine_name = "this container"
+    return machine_name, memory_limit(), 0
 
 
 aten = torch.ops.aten
