@@ -176,8 +176,12 @@ class ConversationCollator:
             images, has_bad_image = self._opened_images(example)
             self._remove_labels(labels, example, has_bad_image)
             all_images += images
-            all_ids.append(self._with_image_tokens(ids, ids))
-            all_labels.append(self._with_image_tokens(labels, ids))
+            # An image token is repeated for each of its patches. Threads of torch's
+            # repeat_interleave would spin while the next images are decoded.
+            is_image = ids.numpy() == self.processor.image_token_id
+            counts = np.where(is_image, self._tokens_per_image, 1)
+            all_ids.append(torch.from_numpy(np.repeat(ids.numpy(), counts)))
+            all_labels.append(torch.from_numpy(np.repeat(labels.numpy(), counts)))
         padded = partial(pad, pad_to_multiple_of=self.pad_to_multiple_of)
         batch = {
             "input_ids": padded(all_ids, self.processor.tokenizer.pad_token_id),
@@ -189,13 +193,6 @@ class ConversationCollator:
         if self.padding_free:
             batch = without_padding(batch)
         return batch
-
-    def _with_image_tokens(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Returns a row's values, with an image token's value repeated for each of its patches."""
-        # Threads of torch's repeat_interleave would spin while the next images are decoded.
-        is_image = ids.numpy() == self.processor.image_token_id
-        counts = np.where(is_image, self._tokens_per_image, 1)
-        return torch.from_numpy(np.repeat(values.numpy(), counts))
 
     def _parsed(self, example: dict[str, Any], number: int) -> ParsedRow:
         """Returns a row in parsed form. Errors name its `number` in the batch."""
