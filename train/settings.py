@@ -85,8 +85,7 @@ class RunConfig(NormAlignConfig):
 
     def set_derived(self, **values: Any) -> None:
         """Sets options to values that follow from others. They do not count as given."""
-        for option, value in values.items():
-            setattr(self, option, value)
+        self.__dict__.update(values)
         self.settled = {**values_of(self), "hub_token": None}
 
     def to_give(self) -> NormAlignConfig:
