@@ -358,13 +358,7 @@ class _Ledger(TorchDispatchMode):
 def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Returns the shapes that an operation gives for shapes."""
     if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-        positions: list[Tensor | None] = []  # in place of masks, because their number is known
-        for index in args[1]:
-            if index is None or index.dtype != torch.bool or isinstance(index, _Shape):
-                positions.append(index)
-            else:
-                positions += index.nonzero(as_tuple=True)
-        args = (args[0], positions, *args[2:])
+        args = (args[0], _positions(args[1]), *args[2:])
     shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
     args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), (args, kwargs))
     if "device" in kwargs:
@@ -380,3 +374,14 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return _plain(tensor).untyped_storage()
+
+
+def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns indices with positions in place of masks, because their number is known."""
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool or isinstance(index, _Shape):
+            positions.append(index)
+        else:
+            positions += index.nonzero(as_tuple=True)
+    return positions
