@@ -393,6 +393,10 @@ def test_how_many_rows_may_turn_out_bad_follows_the_rows_that_are_set(tmp_path, 
     trainer.train_dataset = text_rows(4)
     trainer.summary()
     assert trainer.data_collator.skippable == 2
+    assert trainer.data_collator.share == 0.0
+    trainer.train_dataset = text_rows(4).to_iterable_dataset()
+    trainer.summary()
+    assert trainer.data_collator.share > 0
 
 
 def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, checkpoint):
