@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of parsed rows, with labels on exactly the answers."""
+"""Batches of parsed rows, with labels on exactly the answers, and texts that show them."""
 
 import fcntl
 import json
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -16,6 +19,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 from PIL import Image
+from rich.text import Text
 from torch import Tensor
 from transformers import LlavaProcessor
 from trl.trainer.utils import pad
@@ -172,8 +176,12 @@ class ConversationCollator:
             images, has_bad_image = self._opened_images(example)
             self._remove_labels(labels, example, has_bad_image)
             all_images += images
-            all_ids.append(self._with_image_tokens(ids, ids))
-            all_labels.append(self._with_image_tokens(labels, ids))
+            # An image token is repeated for each of its patches. Threads of torch's
+            # repeat_interleave would spin while the next images are decoded.
+            is_image = ids.numpy() == self.processor.image_token_id
+            counts = np.where(is_image, self._tokens_per_image, 1)
+            all_ids.append(torch.from_numpy(np.repeat(ids.numpy(), counts)))
+            all_labels.append(torch.from_numpy(np.repeat(labels.numpy(), counts)))
         padded = partial(pad, pad_to_multiple_of=self.pad_to_multiple_of)
         batch = {
             "input_ids": padded(all_ids, self.processor.tokenizer.pad_token_id),
@@ -185,13 +193,6 @@ class ConversationCollator:
         if self.padding_free:
             batch = without_padding(batch)
         return batch
-
-    def _with_image_tokens(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Returns a row's values, with an image token's value repeated for each of its patches."""
-        # Threads of torch's repeat_interleave would spin while the next images are decoded.
-        is_image = ids.numpy() == self.processor.image_token_id
-        counts = np.where(is_image, self._tokens_per_image, 1)
-        return torch.from_numpy(np.repeat(values.numpy(), counts))
 
     def _parsed(self, example: dict[str, Any], number: int) -> ParsedRow:
         """Returns a row in parsed form. Errors name its `number` in the batch."""
@@ -224,7 +225,7 @@ class ConversationCollator:
     def _opened_images(self, example: ParsedRow) -> tuple[list[Image.Image], bool]:
         """Opens the row's images. Returns them, white for bad ones, and whether one was bad.
 
-        Raises BadRow if more rows are bad than may be skipped.
+        Counts a row with a bad image. Raises BadRow if more are bad than may be skipped.
         """
         images = []
         has_bad_image = False
@@ -233,25 +234,21 @@ class ConversationCollator:
                 images.append(decode_image(image))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
-                self._require_skippable(dropped, error)
+                rows_read = sum(last_row + 1 for last_row in self._last_rows.values())
+                allowed = max(self.skippable, self.share * rows_read)
+                count = None
+                if self.bad_rows != "skip":
+                    count = self.skipped_rows.add(dropped.source, dropped.row, allowed)
+                if count is not None:
+                    raise BadRow(
+                        f"{dropped}. Training met {count:,} bad row(s), and {int(allowed):,} may "
+                        "be skipped. Fix it, or use `normalign train --bad_rows skip`."
+                    ) from error
                 if self.dropped_rows and not has_bad_image:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))
                 has_bad_image = True
         return images, has_bad_image
-
-    def _require_skippable(self, dropped: DroppedRow, error: ValueError) -> None:
-        """Counts a row with a bad image. Raises BadRow if more are bad than may be skipped."""
-        if self.bad_rows == "skip":
-            return
-        rows_read = sum(last_row + 1 for last_row in self._last_rows.values())
-        allowed = max(self.skippable, self.share * rows_read)
-        count = self.skipped_rows.add(dropped.source, dropped.row, allowed)
-        if count is not None:
-            raise BadRow(
-                f"{dropped}. Training met {count:,} bad row(s), and {int(allowed):,} may be "
-                "skipped. Fix it, or use `normalign train --bad_rows skip`."
-            ) from error
 
     def _remove_labels(self, labels: Tensor, example: ParsedRow, has_bad_image: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place.
@@ -331,3 +328,69 @@ def count_rows_with_labels(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         with_labels = is_label.any(1).sum()
         rows = torch.full_like(with_labels, len(is_label))
     return with_labels, rows - with_labels
+
+
+@dataclass
+class Example:
+    """A row as the model sees it, in pieces of text that are learned or not."""
+
+    title: str  # such as its file, its number and its images
+    pieces: list[tuple[str, bool]]
+
+
+def marked(examples: Sequence[Example], terminal: bool) -> Text:
+    """Returns the examples. What is learned is underlined, or in double brackets in a file."""
+    text = Text()
+    for number, example in enumerate(examples):
+        if number:
+            text.append("\n\n")
+        text.append(f"{example.title}:\n\n")
+        for piece, learned in example.pieces:
+            if learned and terminal:
+                text.append(piece, style="bold underline")
+            elif learned:
+                text.append(f"[[{piece}]]")
+            else:
+                text.append(piece)
+    return text
+
+
+def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple[str, bool]]:
+    """Returns a row's text in pieces that are learned or not.
+
+    Args:
+        ids: The row's tokens, `(N,)`.
+        labels: Its labels, `(N,)`, negative where nothing is learned.
+        processor: Decodes them.
+    """
+    image_tokens = (ids == processor.image_token_id).tolist()
+    learned_tokens = (labels >= 0).tolist()
+    row_pieces = []
+    tokens = zip(image_tokens, learned_tokens, ids.tolist(), strict=True)
+    for (is_image, is_learned), group in groupby(tokens, itemgetter(0, 1)):
+        token_ids = [token_id for _, _, token_id in group]
+        text = processor.tokenizer.decode(token_ids)
+        if is_image:
+            text = f"{processor.image_token} x {len(token_ids)}"
+        row_pieces.append((text, is_learned))
+    return row_pieces
+
+
+def batch_examples(batch: dict[str, Any], processor: LlavaProcessor) -> list[Example]:
+    """Returns the rows of a training batch without padding, each by itself."""
+    examples: list[Example] = []
+    for line, ids in enumerate(batch["input_ids"]):
+        labels = batch["labels"][line]
+        if "attention_mask" in batch:
+            is_real = batch["attention_mask"][line].bool()
+            ids = ids[is_real]
+            labels = labels[is_real]
+        starts = [0]
+        if "position_ids" in batch:  # several rows in a line
+            starts = (batch["position_ids"][line] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], len(ids)]
+        for start, end in zip(starts, ends, strict=True):
+            row_pieces = pieces(ids[start:end], labels[start:end], processor)
+            title = f"Row {len(examples) + 1} of the first batch"
+            examples.append(Example(title, row_pieces))
+    return examples

@@ -22,7 +22,7 @@ from rich.table import Table
 from ..data.sources.arguments import DataArguments, option
 from ..errors import check_installed
 from ..signals import Terminated
-from .elsewhere import ELSEWHERE, answer_for
+from .elsewhere import ELSEWHERE
 
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -44,8 +44,13 @@ OVERRULED: dict[str, tuple[str, ...]] = {
     "use_peft": ("lora_", "use_dora", "use_rslora"),
     "load_in_4bit": ("bnb_4bit_", "use_bnb_nested_quant"),
     "eval_strategy": (
-        *("test_split_size", "eval_dataset_name", "eval_steps", "load_best_model_at_end"),
-        *("metric_for_best_model", "greater_is_better", "early_stopping_"),
+        "test_split_size",
+        "eval_dataset_name",
+        "eval_steps",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "early_stopping_",
     ),
     "load_best_model_at_end": ("metric_for_best_model", "greater_is_better", "early_stopping_"),
     "dry_run": ("device_memory",),
@@ -75,7 +80,6 @@ def refused(default: Any, reason: str) -> Any:
 
 PACKING = "packing divides the rows of a step and cuts none; evaluation has no padding with it"
 PRECISION = "it would round the gain, a float32; evaluation has the precision of training"
-ANSWERS = "use `normalign ask` on a checkpoint, or `normalign evaluate CHECKPOINT --data DATA`"
 LIGER = "Liger has no kernels for this architecture"
 PUSHES = "the result is published once, at the end; `normalign publish` sends a checkpoint"
 BENCHMARKS = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
@@ -173,7 +177,9 @@ class TrainingOptions:
     chat_template_path: str | None = refused(None, "set it by `normalign build --chat-template`")
     completion_only_loss: bool | None = refused(None, "the loss is on the answers anyway")
     dataset_text_field: str = refused("text", "rows are conversations, known by their columns")
-    do_predict: bool = refused(False, ANSWERS)
+    do_predict: bool = refused(
+        False, "use `normalign ask` on a checkpoint, or `normalign evaluate CHECKPOINT --data DATA`"
+    )
     eval_packing: bool | None = refused(None, PACKING)
     eval_suite: str | None = refused(None, BENCHMARKS)
     eval_suite_limit: int | None = refused(None, BENCHMARKS)
@@ -274,10 +280,19 @@ def check_names(words: Sequence[str], recipe: dict[str, Any]) -> None:
     """Raises ValueError if an option has its name in another tool. It says the name here."""
     options = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
     answers = []
-    for name in [*options, *recipe]:
-        with_underscores = name.replace("-", "_")
-        if with_underscores in ELSEWHERE:
-            answers.append(answer_for(with_underscores))
+    for option_name in [*options, *recipe]:
+        name = option_name.replace("-", "_")
+        if name not in ELSEWHERE:
+            continue
+        options_here, remark = ELSEWHERE[name]
+        quoted = " and ".join(f"`{option_here}`" for option_here in options_here)
+        verb = "is" if len(options_here) == 1 else "are"
+        answer = f"`{name}` {verb} called {quoted} here"
+        if not options_here:
+            answer = f"`{name}` does not exist here"
+        if remark:
+            answer += f": {remark}"
+        answers.append(f"{answer}.")
     if answers:
         raise ValueError(" ".join(dict.fromkeys(answers)))
 
@@ -298,16 +313,13 @@ def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str,
 
 def values_in(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Returns the values of some options on a command line. One without a value is "true"."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     for option_name in names:
         with_hyphens = option_name.replace("_", "-")
         parser.add_argument(f"--{option_name}", f"--{with_hyphens}", nargs="?", const="true")
-    known_options, _ = parser.parse_known_args(words)
-    return {
-        option_name: value
-        for option_name, value in vars(known_options).items()
-        if value is not None
-    }
+    return vars(parser.parse_known_args(words)[0])
 
 
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks data as training does, without a model's weights: `normalign data`."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,10 @@ from ..data.rows import checks
 from ..data.rows.forms import MARKER
 from ..data.rows.parse import ParsedRow
 from ..data.sources.arguments import DataSource
-from ..data.sources.source import Source, open_source
+from ..data.sources.source import open_source
 from ..data.sources.table import RowReader, all_rows, rows_on_access, sift_rows
-from .collator import ConversationCollator
+from .collator import ConversationCollator, Example, marked, pieces
 from .command import NO_MODEL
-from .marked import Example, marked, pieces
 from .modules.load import check_architecture
 
 
@@ -52,7 +52,7 @@ class DataCheck:
         if report.bad and not self.would_stop:
             bad_rows += " (training skips them by default)"
         table.add_row("that cannot be trained on", bad_rows)
-        most_rows_first = sorted(report.forms.items(), key=lambda form: -form[1])
+        most_rows_first = Counter(report.forms).most_common()
         for form, count in most_rows_first:
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
@@ -95,21 +95,36 @@ def check_data(
         OSError: A file cannot be read or fetched.
     """
     collator = None
+    processor = None
     if model:
         checkpoint = open_checkpoint(model, remedy=NO_MODEL)
         check_architecture(checkpoint.model_type, checkpoint.name)
-        collator = ConversationCollator(checkpoint.processor, bad_rows="skip")
+        processor = checkpoint.processor
+        collator = ConversationCollator(processor, bad_rows="skip")
     opened = open_source(source, streaming=False)
     reader = RowReader((opened,))
-    processor = None
-    if collator is not None:
-        processor = collator.processor
     options = checks.Checks(processor, check_images=check_images)
     table = all_rows(opened, 0, options)
     checked = sift_rows(table, reader, opened, options, "train")
     report = checked.report
-    faults, would_stop = _faults(opened, report, len(table))
     checks.warn_of_captions(opened.name, report.forms)
+
+    count = len(table)
+    allowed_share = checks.share_of_bad_rows(None, opened, count)
+    would_stop = len(report.dropped) > allowed_share * count
+    faults = []
+    if report.bad:
+        allowed = allowed_share if would_stop else 0.0
+        faults.append(
+            checks.bad_rows_message(opened, report.dropped, count, shown=None, share=allowed)
+        )
+    valid_count = count - len(report.dropped)
+    try:
+        checks.check_images_are_read(opened.name, valid_count, report.images or 0, report.unread)
+    except ValueError as error:
+        faults.append(str(error))
+        would_stop = True
+
     valid_rows = rows_on_access(checked.table, reader)
     shown_examples = []
     if rows:
@@ -119,25 +134,6 @@ def check_data(
         for place in _places(checked.table, examples or 1):
             shown_examples.append(_example(valid_rows[place], collator))
     return DataCheck(report, faults, would_stop, shown_examples, collator is not None)
-
-
-def _faults(source: Source, report: checks.SourceReport, count: int) -> tuple[list[str], bool]:
-    """Returns the faults of a source's `count` rows, and whether training would stop at them."""
-    faults = []
-    allowed_share = checks.share_of_bad_rows(None, source, count)
-    would_stop = len(report.dropped) > allowed_share * count
-    if report.bad:
-        allowed = allowed_share if would_stop else 0.0
-        faults.append(
-            checks.bad_rows_message(source, report.dropped, count, shown=None, share=allowed)
-        )
-    valid_count = count - len(report.dropped)
-    try:
-        checks.check_images_are_read(source.name, valid_count, report.images or 0, report.unread)
-    except ValueError as error:
-        faults.append(str(error))
-        would_stop = True
-    return faults, would_stop
 
 
 def _places(table: Dataset, count: int) -> list[int]:
@@ -182,23 +178,16 @@ def _example(row: ParsedRow, collator: ConversationCollator | None) -> Example:
     if file_names:
         joined_names = ", ".join(file_names)
         title += f" ({joined_names})"
-    if collator is None:
-        return Example(title, _turns(row))
-    batch = collator([row])
-    token_ids = batch["input_ids"][0]
-    labels = batch["labels"][0]
-    return Example(title, pieces(token_ids, labels, collator.processor))
-
-
-def _turns(row: ParsedRow) -> list[tuple[str, bool]]:
-    """Returns the turns of a row, a line each, in pieces that are learned or not."""
-    turn_pieces = []
+    if collator is not None:
+        batch = collator([row])
+        return Example(title, pieces(batch["input_ids"][0], batch["labels"][0], collator.processor))
+    row_pieces = []
     learned = iter(row["learned"])
-    for message in row["messages"]:
+    for message in row["messages"]:  # a line each
         is_learned = message["role"] == "assistant" and next(learned)
-        turn_pieces.append((f"{message['role']}: ", False))
+        row_pieces.append((f"{message['role']}: ", False))
         for part in message["content"]:
             text = MARKER if part["type"] == "image" else part["text"]
-            turn_pieces.append((text, is_learned))
-        turn_pieces.append(("\n", False))
-    return turn_pieces
+            row_pieces.append((text, is_learned))
+        row_pieces.append(("\n", False))
+    return Example(title, row_pieces)

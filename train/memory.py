@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from rich.console import Group
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
@@ -44,10 +44,6 @@ from .modules.sizes import (
 )
 from .samplers import train_sampler
 from .settings import RunConfig
-
-
-if TYPE_CHECKING:  # it imports this file
-    from .prepare import Rows
 
 
 CONTEXT = 2**30
@@ -96,7 +92,9 @@ class MemoryEstimate(Printed):
         return Group(table, self.verdict)
 
 
-def largest_batch(args: RunConfig, rows: "Rows", collator: DataCollator) -> dict[str, Any]:
+def largest_batch(
+    args: RunConfig, rows: Dataset | IterableDataset, collator: DataCollator
+) -> dict[str, Any]:
     """Returns the collated forward pass of the longest rows, or with packing of the most tokens.
 
     The lengths of a stream are not known: its first row is repeated, and filled with learned tokens
@@ -110,7 +108,17 @@ def largest_batch(args: RunConfig, rows: "Rows", collator: DataCollator) -> dict
         length = args.max_length or 0
         if args.padding_free:  # all rows are in one sequence
             length *= row_count
-        return lengthened(batch, length)
+        missing = length - batch["input_ids"].shape[1]
+        if missing <= 0:
+            return batch
+        filling = {}
+        for name in batch.keys() & {"input_ids", "attention_mask"}:
+            filling[name] = batch[name][:, -1:].expand(-1, missing)
+        filling["labels"] = filling["input_ids"]
+        if "position_ids" in batch:
+            filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
+        longer = {name: torch.cat([batch[name], tokens], 1) for name, tokens in filling.items()}
+        return batch | longer
     lengths = rows.with_format(None)["length"][:]
     if args.packing:
         passes: Any = train_sampler(args, rows)
@@ -119,21 +127,6 @@ def largest_batch(args: RunConfig, rows: "Rows", collator: DataCollator) -> dict
         longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         numbers = (longest_first * row_count)[:row_count]
     return collator([rows[number] for number in numbers])
-
-
-def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Returns a batch whose rows are filled with learned tokens up to a length."""
-    missing = length - batch["input_ids"].shape[1]
-    if missing <= 0:
-        return batch
-    filling = {}
-    for name in batch.keys() & {"input_ids", "attention_mask"}:
-        filling[name] = batch[name][:, -1:].expand(-1, missing)
-    filling["labels"] = filling["input_ids"]
-    if "position_ids" in batch:
-        filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
-    longer = {name: torch.cat([batch[name], tokens], 1) for name, tokens in filling.items()}
-    return batch | longer
 
 
 def estimate_memory(

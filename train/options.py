@@ -81,6 +81,8 @@ LEAST = {
     "probe_rows": 1,
     "sample_count": 0,
     "sample_max_new_tokens": 1,
+    "early_stopping_patience": 1,
+    "early_stopping_threshold": 0,
 }
 """The least value of numbers that no library checks."""
 
@@ -118,6 +120,19 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         check_choices(self)
         check_refused(self)
         check_values(self)
+        if self.early_stopping_patience is None:
+            if self.early_stopping_threshold:
+                raise ValueError(
+                    "early_stopping_threshold needs early_stopping_patience. Set both."
+                )
+            return
+        missing = []
+        if self.eval_strategy == "no":
+            missing.append("eval_strategy steps (with eval_steps) or epoch")
+        if not self.load_best_model_at_end:
+            missing.append("load_best_model_at_end true")
+        if missing:
+            raise ValueError(f"early_stopping_patience needs {', and '.join(missing)}.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """Returns the peak learning rate of each module.
@@ -140,11 +155,12 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         rate_of_module = {}
         for module in MODULES:
             option = f"{module}_learning_rate"
-            rate_of_module[module] = getattr(self, option)
-            if rate_of_module[module] is None:
-                rate_of_module[module] = defaults.get(option, general_rate)
-                if rate_of_module[module] > 0 and self.learning_rate is not None:
-                    rate_of_module[module] = self.learning_rate
+            rate = getattr(self, option)
+            if rate is None:
+                rate = defaults.get(option, general_rate)
+                if rate > 0 and self.learning_rate is not None:
+                    rate = self.learning_rate
+            rate_of_module[module] = rate
         return rate_of_module
 
 
@@ -170,28 +186,6 @@ def check_values(options: NormAlignConfig) -> None:
         raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {memory}.")
     if options.max_steps < 1 and options.max_steps != -1:
         raise ValueError(f"max_steps {options.max_steps} would train for all epochs. Leave it out.")
-    check_early_stopping(options)
-
-
-def check_early_stopping(options: NormAlignConfig) -> None:
-    """Raises ValueError unless early stopping has what it needs."""
-    patience = options.early_stopping_patience
-    threshold = options.early_stopping_threshold
-    if patience is None:
-        if threshold:
-            raise ValueError("early_stopping_threshold needs early_stopping_patience. Set both.")
-        return
-    if patience < 1:
-        raise ValueError(f"early_stopping_patience must be at least 1, got {patience}.")
-    if not threshold >= 0:
-        raise ValueError(f"early_stopping_threshold must be at least 0, got {threshold}.")
-    missing = []
-    if options.eval_strategy == "no":
-        missing.append("eval_strategy steps (with eval_steps) or epoch")
-    if not options.load_best_model_at_end:
-        missing.append("load_best_model_at_end true")
-    if missing:
-        raise ValueError(f"early_stopping_patience needs {', and '.join(missing)}.")
 
 
 @dataclass
@@ -294,47 +288,33 @@ def _refuse(message: str) -> NoReturn:
 
 
 def option_parser() -> TrlParser:
-    """Returns the parser of all options, TRL's included."""
+    """Returns the parser of all options, TRL's included. It knows more words than argparse."""
     dataclasses_of_options = [DataArguments, NormAlignConfig, ModelArguments]
     type_hints: dict[str, Any] = {}
     for kind in dataclasses_of_options:
         type_hints |= get_type_hints(kind)
     parser = TrlParser(dataclasses_of_options, usage=USAGE, allow_abbrev=False)
+    parsers = {bool: truth, int: whole_number, float: number}
     for action in parser._actions:
-        if action.type is not None and action.dest in type_hints:
-            action.type = _text_parser(type_hints[action.dest], action.choices or (), action.type)
+        if action.type is None or action.dest not in type_hints:
+            continue
+        hint = type_hints[action.dest]
+        types = {hint, *get_args(hint)}
+        types.update(*map(get_args, types))  # those in lists
+        fitting = [parsers[kind] for kind in parsers if kind in types]
         if action.dest == "fsdp":  # a boolean, and before transformers 5 a text
             action.type = partial(_parse_word, TRUTH, str)
+        elif "no" in (action.choices or ()):
+            action.type = partial(_parse_word, NO, action.type)
+        elif any(kind is dict or get_origin(kind) is dict for kind in types):
+            action.type = partial(_parse_word, dict.fromkeys(OFF), str)
+        elif {str, bool} <= types:
+            action.type = partial(_parse_word, TRUTH, str)
+        elif str not in types and len(fitting) == 1:
+            action.type = fitting[0]
+            if type(None) in types:
+                action.type = partial(_parse_word, NOTHING, fitting[0])
     return parser
-
-
-def _text_parser(
-    hint: Any, choices: Sequence[Any], parse_text: Callable[[str], Any]
-) -> Callable[[str], Any]:
-    """Returns a function that parses an option's text, and knows more words than argparse.
-
-    Args:
-        hint: The type of the option.
-        choices: The values that it may have, if they are few.
-        parse_text: The function that argparse would use.
-    """
-    if "no" in choices:
-        return partial(_parse_word, NO, parse_text)
-    types = {hint, *get_args(hint)}
-    for kind in list(types):
-        if get_origin(kind) is list:
-            types.add(get_args(kind)[0])
-    if any(kind is dict or get_origin(kind) is dict for kind in types):
-        return partial(_parse_word, dict.fromkeys(OFF), str)
-    if str in types:
-        return partial(_parse_word, TRUTH, str) if bool in types else parse_text
-    parsers = {bool: truth, int: whole_number, float: number}
-    fitting = [parser for kind, parser in parsers.items() if kind in types]
-    if len(fitting) != 1:
-        return parse_text
-    if type(None) in types:
-        return partial(_parse_word, NOTHING, fitting[0])
-    return fitting[0]
 
 
 def _parse_word(values: dict[str, Any], parse_text: Callable[[str], Any], text: str) -> Any:

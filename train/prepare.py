@@ -158,21 +158,28 @@ def prepare(
     settings.set_derived(model_init_kwargs=opened.init_kwargs)
     learning_rates = settings.learning_rates(opened.adapters is not None)
 
-    collator = make_collator(data, opened.processor, settings)
-    settings.set_derived(padding_free=getattr(collator, "padding_free", False))
-    checked = read_data(data, collator, settings, needs_images(settings, learning_rates))
+    checked = read_data(data, opened.processor, settings, learning_rates)
     check_best_metric(settings, checked.held_out, has_metrics)
-    warn_of_positions(checked.report, opened.config)
-    # Each process reads its rows itself, and gets no batches from another. TRL sets this only
-    # for a stream of training rows, and held-out rows may be a stream too.
-    accelerator_config = copy.copy(settings.accelerator_config)
-    accelerator_config.dispatch_batches = False
-    settings.set_derived(accelerator_config=accelerator_config)
+    longest = max([source.longest or 0 for source in checked.report.sources], default=0)
+    positions = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+    if positions and longest > positions:
+        logger.warning(
+            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} "
+            f"positions. --max_length {positions} drops longer rows."
+        )
+    settings.set_derived(
+        padding_free=getattr(checked.collator, "padding_free", False),
+        # Each process reads its rows itself, and gets no batches from another. TRL sets this only
+        # for a stream of training rows, and held-out rows may be a stream too.
+        accelerator_config=replace(settings.accelerator_config, dispatch_batches=False),
+    )
     if isinstance(checked.train, IterableDataset):  # a stream has one shard, for one worker
         settings.set_derived(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
     if settings.packing:
-        settings.set_derived(global_batch_size=rows_in_step(settings))
-        settings.set_derived(gradient_accumulation_steps=passes_in_step(settings, checked.train))
+        settings.set_derived(
+            global_batch_size=rows_in_step(settings),
+            gradient_accumulation_steps=passes_in_step(settings, checked.train),
+        )
     return Plan(settings, precision, learning_rates, opened, checked, optimizer)
 
 
@@ -197,8 +204,8 @@ def given_options(
         return args
     if not isinstance(args, TrainingArguments):
         raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
-    known = {field.name for field in fields(NormAlignConfig) if field.init}
-    options = {option: value for option, value in vars(args).items() if option in known}
+    known = [field.name for field in fields(NormAlignConfig) if field.init]
+    options = {option: getattr(args, option) for option in known if hasattr(args, option)}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
         problem = "assistant_only_loss is False, but the loss is on the assistant's turns"
@@ -211,18 +218,13 @@ def given_options(
     return NormAlignConfig(**options)
 
 
-def needs_images(settings: RunConfig, learning_rates: dict[str, float]) -> bool:
-    """Returns whether rows without an image would train nothing."""
-    return settings.stage == "align" or not learning_rates["language"]
-
-
 def check_options(settings: RunConfig, model: Any) -> None:
     """Checks that options can be used here, with this model and by this account.
 
     The Hub is asked if the result is to be pushed.
 
     Raises:
-        ValueError: An option cannot be used.
+        ValueError: An option cannot be used, or this account cannot publish to the repository.
         OSError: The Hub cannot be reached.
     """
     check_fsdp(settings)
@@ -280,14 +282,37 @@ def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
         config = config_of_arm(checkpoint, settings.arm)
         dtype = frozen_dtype(config, settings)
         init_kwargs = {**(init_kwargs or {}), "revision": checkpoint.revision, "dtype": dtype}
-    adapters = require_adapters(given, config, settings)
-    if adapters is not None:
+
+    if not isinstance(given.quantization, BitsAndBytesConfig | None):
+        kind = type(given.quantization).__name__
+        raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
+    adapters = None
+    if given.adapters is not None:
+        from .modules.adapter import language_adapter  # late: few runs have one
+
+        rates = settings.learning_rates(use_peft=True)
+        adapters = language_adapter(given.adapters, config, rates)
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
+    if given.quantization is not None:
+        from .modules.adapter import check_quantized
+
+        rate = settings.learning_rates(use_peft=False)["language"]
+        check_quantized(config, given.quantization, rate, adapters)
+
+    processor = given.processor
+    if processor is None:
+        if checkpoint is None and not given.model.name_or_path:
+            raise ValueError("The model names no folder with its processor. Give processing_class.")
+        processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
+    if not isinstance(processor, LlavaProcessor):
+        type_name = type(processor).__name__
+        raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
+    normalize_tokenization(processor)
     return OpenedModel(
         model=given.model,
         checkpoint=checkpoint,
         config=config,
-        processor=open_processor(given, checkpoint),
+        processor=processor,
         adapters=adapters,
         quantization=given.quantization,
         init_kwargs=init_kwargs,
@@ -334,55 +359,21 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
     return checkpoint
 
 
-def require_adapters(
-    given: GivenModel, config: NormAlignLlavaConfig, settings: RunConfig
-) -> LoraConfig | None:
-    """Returns the adapters, limited to the language model, or None.
+def read_data(
+    data: GivenData,
+    processor: LlavaProcessor,
+    settings: RunConfig,
+    learning_rates: dict[str, float],
+) -> CheckedData:
+    """Reads and checks the rows, and gives a collator what it needs to count bad ones.
+
+    The collator is the given one, or our own.
 
     Raises:
-        ValueError: The model cannot have these adapters, or cannot be quantized like this.
-        TypeError: The quantization has the wrong type.
-    """
-    if given.adapters is None and given.quantization is None:
-        return None
-    if not isinstance(given.quantization, BitsAndBytesConfig | None):
-        kind = type(given.quantization).__name__
-        raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
-    from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
-
-    adapters = None
-    if given.adapters is not None:
-        rates = settings.learning_rates(use_peft=True)
-        adapters = language_adapter(given.adapters, config, rates)
-    if given.quantization is not None:
-        rate = settings.learning_rates(use_peft=False)["language"]
-        check_quantized(config, given.quantization, rate, adapters)
-    return adapters
-
-
-def open_processor(given: GivenModel, checkpoint: Checkpoint | None) -> LlavaProcessor:
-    """Returns the given processor, or opens the checkpoint's. Makes it agree with itself.
-
-    Raises:
-        ValueError: There is none, or it cannot be used.
-    """
-    processor = given.processor
-    if processor is None:
-        if checkpoint is None and not given.model.name_or_path:
-            raise ValueError("The model names no folder with its processor. Give processing_class.")
-        processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
-    if not isinstance(processor, LlavaProcessor):
-        type_name = type(processor).__name__
-        raise ValueError(f"processing_class is a {type_name}. Give a LlavaProcessor, or none.")
-    normalize_tokenization(processor)
-    return processor
-
-
-def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfig) -> DataCollator:
-    """Returns the given collator, or our own.
-
-    Raises:
-        ValueError: The collator does not go with the data or the options.
+        ValueError: The rows cannot be trained on, or they or the collator do not go with the
+            options.
+        TypeError: The rows are not a data set.
+        OSError: A file of the data cannot be read or fetched.
     """
     if isinstance(data.train, DataArguments) and (data.collator or data.held_out):
         raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
@@ -395,20 +386,10 @@ def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfi
     if joins_rows and not can_join:
         name = "packing" if settings.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
-    return collator
 
-
-def read_data(
-    data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
-) -> CheckedData:
-    """Reads and checks the rows, and gives the collator what it needs to count bad ones.
-
-    Raises:
-        ValueError: The rows cannot be trained on, or do not go with the options.
-        TypeError: The rows are not a data set.
-        OSError: A file of the data cannot be read or fetched.
-    """
     output_dir = Path(settings.output_dir)
+    # Without an image, a row would train nothing.
+    need_images = settings.stage == "align" or not learning_rates["language"]
     if isinstance(data.train, DataArguments):
         dropped_rows = None
         if not settings.dry_run:
@@ -416,7 +397,7 @@ def read_data(
         collator = replace(collator, bad_rows=data.train.bad_rows, dropped_rows=dropped_rows)
         named_data = load_data(
             data.train,
-            collator.processor,
+            processor,
             seed=settings.seed,
             with_eval=settings.eval_strategy != "no",
             need_images=need_images,
@@ -427,15 +408,18 @@ def read_data(
         checked = CheckedData(named_data.train, named_data.eval, collator, named_data.report)
     else:
         checked = check_given(data, collator, settings, need_images)
-    is_stream = isinstance(checked.train, IterableDataset)
-    if is_stream:
-        check_stream(settings)
-    if not isinstance(collator, ConversationCollator):
-        return checked
     sources = checked.report.sources
-    collator = replace(collator, skippable=sum(source.skippable for source in sources))
-    if is_stream:
-        collator.share = collator.skippable / (MANY_ROWS * max(1, len(sources)))
+    skippable = sum(source.skippable for source in sources)
+    share = 0.0
+    if isinstance(checked.train, IterableDataset):
+        if settings.max_steps <= 0:
+            raise ValueError("A streamed data set has no length. Set max_steps.")
+        if settings.packing or settings.train_sampling_strategy == "group_by_length":
+            raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
+        share = skippable / (MANY_ROWS * max(1, len(sources)))
+    if not is_ours:
+        return checked
+    collator = replace(collator, skippable=skippable, share=share)
     if not settings.dry_run:  # all processes of the run have this file, and a resumed run has it
         collator.skipped_rows = SkippedRows(output_dir / SKIPPED_ROWS)
     return replace(checked, collator=collator)
@@ -445,44 +429,23 @@ def check_given(
     data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
 ) -> CheckedData:
     """Checks rows that were given in memory or as a stream. Raises what [`read_data`] raises."""
-    train, train_report = checked_rows(
+    train, reports = checked_rows(
         data.train, "train_dataset", collator, settings, "train", need_images
     )
-    reports = [train_report]
     held_out: Any = None
     if isinstance(data.held_out, dict):
         held_out = {}
         for data_name, held_out_rows in data.held_out.items():
-            held_out[data_name], source_report = checked_rows(
+            held_out[data_name], further_reports = checked_rows(
                 held_out_rows, data_name, collator, settings, "eval"
             )
-            reports.append(source_report)
+            reports += further_reports
     elif data.held_out is not None:
-        held_out, source_report = checked_rows(
+        held_out, further_reports = checked_rows(
             data.held_out, "eval_dataset", collator, settings, "eval"
         )
-        reports.append(source_report)
-    report = DataReport([source for source in reports if source is not None])
-    return CheckedData(train, held_out, collator, report)
-
-
-def warn_of_positions(report: DataReport, config: NormAlignLlavaConfig) -> None:
-    """Warns if rows are longer than the language model has positions."""
-    longest = max([source.longest or 0 for source in report.sources], default=0)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and longest > positions:
-        logger.warning(
-            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} "
-            f"positions. --max_length {positions} drops longer rows."
-        )
-
-
-def check_stream(settings: RunConfig) -> None:
-    """Raises ValueError if a stream of training rows does not go with the options."""
-    if settings.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Set max_steps.")
-    if settings.packing or settings.train_sampling_strategy == "group_by_length":
-        raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
+        reports += further_reports
+    return CheckedData(train, held_out, collator, DataReport(reports))
 
 
 def check_best_metric(settings: RunConfig, held_out: Any, has_metrics: bool) -> None:
@@ -514,8 +477,8 @@ def checked_rows(
     settings: RunConfig,
     split: Literal["train", "eval"],
     need_images: bool = False,
-) -> tuple[Rows, SourceReport | None]:
-    """Returns rows for a [`ConversationCollator`], and a report.
+) -> tuple[Rows, list[SourceReport]]:
+    """Returns rows for a [`ConversationCollator`], and their report.
 
     Rows for another collator stay as they are, and have no report.
 
@@ -527,7 +490,7 @@ def checked_rows(
         type_name = type(rows).__name__
         raise TypeError(f"{name} is a {type_name}. Give a Dataset (Dataset.from_list) or a stream.")
     if not isinstance(collator, ConversationCollator):
-        return rows, None
+        return rows, []
     checks = Checks(
         collator.processor,
         settings.max_length,
@@ -536,15 +499,12 @@ def checked_rows(
         collator.dropped_rows,
         settings.dataset_num_proc,
     )
-    return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
+    prepared, report = prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
+    return prepared, [report]
 
 
-def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> int:
+def accumulation_steps(settings: RunConfig) -> int:
     """Returns the forward passes of an optimizer step that give the global batch.
-
-    Args:
-        settings: The options of the run.
-        world_size: How many processes train, by default as many as in this run.
 
     Raises:
         ValueError: No number of passes gives it, or another number was asked for.
@@ -557,11 +517,10 @@ def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> in
     global_batch = settings.global_batch_size
     if global_batch is None:
         return accumulation
-    world_size = world_size or settings.world_size
     rows_in_pass = settings.per_device_train_batch_size
-    passes, remainder = divmod(global_batch, rows_in_pass * world_size)
+    passes, remainder = divmod(global_batch, rows_in_pass * settings.world_size)
     if remainder or not passes:
-        product = f"per_device_train_batch_size {rows_in_pass} x {world_size} process(es)"
+        product = f"per_device_train_batch_size {rows_in_pass} x {settings.world_size} process(es)"
         raise ValueError(
             f"global_batch_size {global_batch} is not a multiple of {product}. Change one."
         )

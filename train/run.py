@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from peft import PeftModel
 from transformers import TrainerCallback
@@ -24,9 +24,6 @@ from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .settings import complete
 from .trainer import NormAlignTrainer
-
-
-Callbacks: TypeAlias = Sequence[TrainerCallback]
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
@@ -56,7 +53,10 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
 
 
 def train(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
+    data: DataArguments,
+    args: NormAlignConfig,
+    model: ModelArguments,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """Trains, with further callbacks, and writes the result. Raises what [`main`] raises."""
     output = Path(args.output_dir)
@@ -92,7 +92,10 @@ def train(
 
 
 def make_trainer(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
+    data: DataArguments,
+    args: NormAlignConfig,
+    model: ModelArguments,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[NormAlignTrainer, Path | None]:
     """Returns the trainer of a run, and the checkpoint that it resumes.
 
@@ -152,18 +155,6 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
         trainer: The trainer whose step does not fit.
         make: Makes a trainer with further words on the command line.
     """
-    tried = ""
-    for options in possible_changes(trainer):
-        with suppress(ValueError, ImportError):  # options that do not go together
-            estimate = make(options.split()).estimate_memory()
-            if estimate.fits:
-                return f"Would fit: {options}. {estimate.verdict}"
-        tried = f", not even {options}"
-    return f"Nothing that was tried fits{tried}. Fewer tokens may fit: lower --max_length."
-
-
-def possible_changes(trainer: NormAlignTrainer) -> list[str]:
-    """Returns options that make a step take less memory, from small changes to large ones."""
     args = trainer.args
     changes = []
     rows_in_pass = args.per_device_train_batch_size // 2
@@ -189,8 +180,14 @@ def possible_changes(trainer: NormAlignTrainer) -> list[str]:
     everything = f"{checkpointing} {in_4_bits or smaller_model}"
 
     for change in (checkpointing, smaller_model, in_4_bits, everything):
-        for words in (change.split(), f"{change} {one_row}".split()):
-            options = " ".join(words)
-            if change.strip() and options not in changes:
-                changes.append(options)
-    return changes
+        if change.strip():
+            changes += [change, f"{change} {one_row}"]
+
+    tried = ""
+    for options in dict.fromkeys(" ".join(change.split()) for change in changes):
+        with suppress(ValueError, ImportError):  # options that do not go together
+            estimate = make(options.split()).estimate_memory()
+            if estimate.fits:
+                return f"Would fit: {options}. {estimate.verdict}"
+        tried = f", not even {options}"
+    return f"Nothing that was tried fits{tried}. Fewer tokens may fit: lower --max_length."

@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from .settings import RunConfig
@@ -92,29 +92,6 @@ class SeededLengthGroups(LengthGroupedSampler):
         return super().__iter__()
 
 
-def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[list[int]]:
-    """Returns the positions of each pass's rows, so that passes have nearly equal tokens.
-
-    The longest row goes first, always to the pass with the fewest tokens. The result begins with a
-    pass for every process, then comes the next for every process, largest first. The order of
-    processes alternates, so that the sums of tokens over a process's passes are close too.
-    """
-    open_passes: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(passes)]
-    longest_first = sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    for position in longest_first:
-        tokens, number, rows = open_passes[0]  # the pass with the fewest tokens
-        rows.append(position)
-        heapq.heapreplace(open_passes, (tokens + lengths[position], number, rows))
-    largest_first = sorted(open_passes, key=lambda entry: (-entry[0], entry[1]))
-    passes_in_order = []
-    for round_number, first_pass in enumerate(range(0, passes, processes)):
-        simultaneous = [rows for _, _, rows in largest_first[first_pass : first_pass + processes]]
-        if round_number % 2:
-            simultaneous.reverse()
-        passes_in_order += simultaneous
-    return passes_in_order
-
-
 class BalancedSampler(BatchRebalanceSampler):
     """Divides each step's rows into passes of nearly equal tokens. Steps are as without packing.
 
@@ -146,15 +123,31 @@ class BalancedSampler(BatchRebalanceSampler):
     def steps(self) -> Iterator[list[int]]:
         """Yields the rows of each optimizer step, over all processes."""
         row_order = list(islice(cycle(self.sampler), self.rows_of_epoch))
-        for first_row in range(0, self.rows_of_epoch, self.effective_batch_size):
-            yield row_order[first_row : first_row + self.effective_batch_size]
+        yield from BatchSampler(row_order, self.effective_batch_size, drop_last=False)
 
     def passes(self, rows: Sequence[int]) -> list[list[int]]:
-        """Returns the rows of each pass of a step, over all processes."""
-        passes_of_process = min(self.grad_accum, len(rows) // self.dp_size)
-        lengths = [self.lengths[row] for row in rows]
-        passes = balanced(lengths, passes_of_process * self.dp_size, self.dp_size)
-        return [[rows[position] for position in positions] for positions in passes]
+        """Returns the rows of each pass of a step, over all processes.
+
+        The longest row goes first, always to the pass with the fewest tokens. The result begins
+        with a pass for every process, then comes the next for every process, largest first. The
+        order of processes alternates, so that the sums of tokens over a process's passes are close
+        too.
+        """
+        count = min(self.grad_accum, len(rows) // self.dp_size) * self.dp_size
+        open_passes: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]
+        for row in sorted(rows, key=lambda row: -self.lengths[row]):
+            tokens, number, pass_rows = open_passes[0]  # the pass with the fewest tokens
+            pass_rows.append(row)
+            heapq.heapreplace(open_passes, (tokens + self.lengths[row], number, pass_rows))
+        largest_first = sorted(open_passes, key=lambda entry: (-entry[0], entry[1]))
+        passes_in_order = []
+        for first_pass in range(0, count, self.dp_size):
+            following = largest_first[first_pass : first_pass + self.dp_size]
+            simultaneous = [pass_rows for _, _, pass_rows in following]
+            if first_pass // self.dp_size % 2:
+                simultaneous.reverse()
+            passes_in_order += simultaneous
+        return passes_in_order
 
     def most_tokens(self, rows: Sequence[int]) -> int:
         """Returns the tokens of the largest pass of a step."""

@@ -85,8 +85,7 @@ class RunConfig(NormAlignConfig):
 
     def set_derived(self, **values: Any) -> None:
         """Sets options to values that follow from others. They do not count as given."""
-        for option, value in values.items():
-            setattr(self, option, value)
+        self.__dict__.update(values)
         self.settled = {**values_of(self), "hub_token": None}
 
     def to_give(self) -> NormAlignConfig:
@@ -117,16 +116,17 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes that read have a core each
     given = replace(given)  # options that were set since it was made are checked too
     values = values_of(given)
-    for option, default in (stage_defaults(given) | machine_defaults(given)).items():
+    for option, default in defaults_of(given).items():
         if values[option] is None:
             values[option] = default
     if given.early_stopping_patience is not None:  # a resumed run keeps its count
         values["restore_callback_states_from_checkpoint"] = True
     precision = choose_precision(given, values["use_cpu"])
+    trackers = name_list(given.report_to or "none")
     values.update(
         bf16=precision.bf16,
         fp16=precision.fp16,
-        report_to=trackers(given.report_to),
+        report_to=["none" if tracker.lower() in OFF else tracker for tracker in trackers],
         padding_free=given.padding_free or given.packing,
         hub_token=(given.hub_token or "").strip() or None,  # YAML may add a line break
         # The filter hides bad steps from the log, and waits for the device at every batch.
@@ -144,8 +144,17 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     return settings, precision
 
 
-def machine_defaults(given: NormAlignConfig) -> dict[str, Any]:
-    """Returns the defaults that follow from the machine and from other options."""
+def defaults_of(given: NormAlignConfig) -> dict[str, Any]:
+    """Returns the defaults that follow from the stage, the machine and other options."""
+    defaults = {name: getattr(SFTConfig, name, None) for name in BY_STAGE}
+    if given.stage:
+        defaults |= BOTH_STAGES
+        defaults |= {name: value for name, value in STAGES[given.stage].items() if name in defaults}
+    if given.load_best_model_at_end:  # it must be a multiple of eval_steps
+        defaults["save_steps"] = SFTConfig.save_steps
+    schedule = given.lr_scheduler_type or defaults["lr_scheduler_type"]
+    if schedule in WITHOUT_WARMUP:
+        defaults["warmup_steps"] = 0
     use_cpu = given.use_cpu
     if use_cpu is None:
         use_cpu = not torch.accelerator.is_available()
@@ -155,7 +164,7 @@ def machine_defaults(given: NormAlignConfig) -> dict[str, Any]:
         if not use_cpu:  # all cores but one
             cores_of_process = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             readers = max(0, min(MOST_READERS, cores_of_process - 1))
-    defaults = {
+    defaults |= {
         "use_cpu": use_cpu,
         "dataloader_num_workers": readers,
         "dataloader_persistent_workers": readers > 0,
@@ -167,30 +176,10 @@ def machine_defaults(given: NormAlignConfig) -> dict[str, Any]:
     return defaults
 
 
-def stage_defaults(given: NormAlignConfig) -> dict[str, Any]:
-    """Returns the defaults of the options `BY_STAGE`."""
-    defaults = {name: getattr(SFTConfig, name, None) for name in BY_STAGE}
-    if given.stage:
-        defaults |= BOTH_STAGES
-        defaults |= {name: value for name, value in STAGES[given.stage].items() if name in defaults}
-    if given.load_best_model_at_end:  # it must be a multiple of eval_steps
-        defaults["save_steps"] = SFTConfig.save_steps
-    schedule = given.lr_scheduler_type or defaults["lr_scheduler_type"]
-    if schedule in WITHOUT_WARMUP:
-        defaults["warmup_steps"] = 0
-    return defaults
-
-
-def trackers(report_to: str | list[str] | None) -> list[str]:
-    """Returns the names of trackers, one in each text. A word that means none becomes "none"."""
-    tracker_names = name_list(report_to or "none")
-    return ["none" if tracker.lower() in OFF else tracker for tracker in tracker_names]
-
-
 def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
     """Returns the precision of steps: a given one, accelerate's, the resumed run's, or the fastest.
 
-    The machine may be measured, and records of an earlier run are read.
+    The machine may be measured, a CPU by the first process, and records of an earlier run are read.
     """
     if given.bf16 is not None or given.fp16:
         return Precision(bool(given.bf16), bool(given.fp16))
@@ -203,25 +192,21 @@ def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
         recorded = read_precision(given.resume_from_checkpoint, given.output_dir)
         if recorded is not None:
             return Precision(*recorded)
-    bf16 = bfloat16_pays(use_cpu)
+    measured = [False]
+    if not use_cpu:
+        measured = [half_precision_pays()]
+    else:
+        if os.environ.get("RANK", "0") == "0":
+            measured = [half_precision_pays(device="cpu")]
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            PartialState(cpu=True)  # opens the process group
+            broadcast_object_list(measured)
+    bf16 = measured[0]
     in_accelerate = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & os.environ.keys()
     is_sharded = given.deepspeed or given.fsdp or in_accelerate
     on_gpu = torch.cuda.is_available() and not use_cpu
     may_use_fp16 = given.fp16 is None and on_gpu and not bf16 and not is_sharded
     return Precision(bf16, fp16=may_use_fp16, fp16_needs_check=may_use_fp16)
-
-
-def bfloat16_pays(use_cpu: bool) -> bool:
-    """Returns whether steps in bfloat16 are fast here. The first process measures a CPU."""
-    if not use_cpu:
-        return half_precision_pays()
-    answer = [False]
-    if os.environ.get("RANK", "0") == "0":
-        answer = [half_precision_pays(device="cpu")]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        PartialState(cpu=True)  # opens the process group
-        broadcast_object_list(answer)
-    return answer[0]
 
 
 def check_contradictions(settings: RunConfig) -> None:
@@ -248,29 +233,24 @@ def check_contradictions(settings: RunConfig) -> None:
             "use_seedable_sampler false has an order of rows that no resumed run finds again. "
             "Leave it out, or set save_strategy: no."
         )
-    if settings.padding_free:
-        check_padding_free(settings)
-
-
-def check_padding_free(settings: RunConfig) -> None:
-    """Raises ValueError for an option that cannot be used where rows are joined without padding."""
+    if not settings.padding_free:
+        return
+    joins_rows = "padding_free"
     contradictions = {
         "neftune_noise_alpha": settings.neftune_noise_alpha is not None,  # its noise is by length
         "pad_to_multiple_of": settings.pad_to_multiple_of,
     }
-    joins_rows = "padding_free"
     if settings.packing:
         joins_rows = "packing"
         strategy = settings.train_sampling_strategy
-        is_seeded = settings.accelerator_config.use_seedable_sampler
         contradictions |= {
             "train_sampling_strategy batch_rebalance": strategy == "batch_rebalance",
             "average_tokens_across_devices false": not settings.average_tokens_across_devices,
             "use_seedable_sampler false": not is_seeded,
         }
-    for option, is_set in contradictions.items():
-        if is_set:
-            raise ValueError(f"{option} cannot be used with {joins_rows}. Leave one of them out.")
+    used = [option for option, is_set in contradictions.items() if is_set]
+    if used:
+        raise ValueError(f"{used[0]} cannot be used with {joins_rows}. Leave one of them out.")
 
 
 def autocast_dtype(settings: RunConfig) -> Literal["bfloat16", "float16"] | None:

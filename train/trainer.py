@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import reduce, save_fsdp_optimizer
-from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,7 +38,13 @@ from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.checks import FiniteCheck, Measurements, PackedAttentionCheck
 from .callbacks.progress import LossCurve, show, show_lines
-from .collator import ConversationCollator, blank_image, count_rows_with_labels
+from .collator import (
+    ConversationCollator,
+    batch_examples,
+    blank_image,
+    count_rows_with_labels,
+    marked,
+)
 from .keeping.checkpoints import (
     is_resumed,
     only_run,
@@ -50,7 +55,6 @@ from .keeping.checkpoints import (
 )
 from .keeping.record import check_resumed, data_record, digest_of_lengths, training_record
 from .keeping.summary import RunSummary, summary
-from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
 from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
@@ -75,10 +79,9 @@ from .prepare import (
     GivenModel,
     Plan,
     Rows,
-    check_stream,
     checked_rows,
-    needs_images,
     prepare,
+    read_data,
 )
 from .samplers import passes_in_step, train_sampler
 from .settings import best_metric, keep_float32
@@ -144,6 +147,7 @@ class NormAlignTrainer(SFTTrainer):
     """
 
     train_dataset: Any
+    data_collator: Any
 
     def __init__(
         self,
@@ -244,26 +248,19 @@ class NormAlignTrainer(SFTTrainer):
         if new_rows is self._checked_train_rows:
             return
         args = self.args
-        collator = self.data_collator
-        if isinstance(new_rows, IterableDataset):
-            check_stream(args)
-        must_have_images = needs_images(args, self.learning_rates)
-        rows, source_report = checked_rows(
-            new_rows, "train_dataset", collator, args, "train", must_have_images
-        )
+        given = GivenData(new_rows, collator=self.data_collator)
+        checked = read_data(given, self.processing_class, args, self.learning_rates)
+        rows = checked.train
         if args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(args, rows)
             args.set_derived(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
-        self.train_dataset = rows
-        self._checked_train_rows = rows
-        sources = [source for source in self.plan.data.report.sources if source.split != "train"]
-        if source_report is not None:
-            sources.insert(0, source_report)
-            collator.skippable = source_report.skippable
-        self._set_facts_and_record(DataReport(sources))
+        self.train_dataset = self._checked_train_rows = rows
+        self.data_collator = checked.collator
+        held_out = [source for source in self.plan.data.report.sources if source.split != "train"]
+        self._set_facts_and_record(DataReport(checked.report.sources + held_out))
         if self.probe is not None:
-            self.probe.batch = type(self.probe).of_rows(rows, collator, args).batch
+            self.probe.batch = type(self.probe).of_rows(rows, checked.collator, args).batch
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, and wraps the forward pass."""

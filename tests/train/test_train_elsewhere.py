@@ -5,7 +5,13 @@ import pytest
 from run_options import DATA, REFUSALS, option_names, read
 
 from normalign_llava.train.command import check_command, check_names, read_command
-from normalign_llava.train.elsewhere import ELSEWHERE, answer_for
+from normalign_llava.train.elsewhere import ELSEWHERE
+
+
+def answer_for(name: str) -> str:
+    with pytest.raises(ValueError) as error:
+        check_names([f"--{name}"], {})
+    return str(error.value)
 
 
 def test_names_of_other_tools_are_not_options_and_lead_to_some():

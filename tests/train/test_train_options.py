@@ -443,17 +443,19 @@ def options_of_batch(folder, total, rows, accumulation, **options) -> RunConfig:
     ],
 )
 def test_accumulation_keeps_the_global_batch(
-    tmp_path, total, rows, processes, accumulation, expected
+    tmp_path, monkeypatch, total, rows, processes, accumulation, expected
 ):
     train_options = options_of_batch(tmp_path, total, rows, accumulation)
     assert train_options.world_size == 1
-    assert accumulation_steps(train_options, world_size=processes) == expected
+    monkeypatch.setattr(RunConfig, "world_size", processes)
+    assert accumulation_steps(train_options) == expected
 
 
-def test_a_global_batch_that_does_not_divide_is_refused(tmp_path):
+def test_a_global_batch_that_does_not_divide_is_refused(tmp_path, monkeypatch):
     train_options = options_of_batch(tmp_path, total=16, rows=2, accumulation=4)
+    monkeypatch.setattr(RunConfig, "world_size", 3)
     with pytest.raises(ValueError, match=r"16 is not a multiple of .* 2 x 3 process\(es\)"):
-        accumulation_steps(train_options, world_size=3)
+        accumulation_steps(train_options)
 
 
 def test_accumulation_that_contradicts_the_global_batch_is_refused(tmp_path):

@@ -38,7 +38,6 @@ from normalign_llava.train.prepare import (
     given_options,
     open_model,
     prepare,
-    warn_of_positions,
 )
 from normalign_llava.train.settings import RunConfig, values_of
 
@@ -97,13 +96,14 @@ def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, check
     assert opened.checkpoint.name == str(checkpoint)
     assert opened.config.gradient_compensation == "none"
     assert opened.checkpoint.config.gradient_compensation == "global"  # as it is stored
-    assert opened.init_kwargs == {"dtype": "bfloat16", "revision": None}
+    assert settings.model_init_kwargs == {"dtype": "bfloat16", "revision": None}
     assert opened.adapters.modules_to_save == ["multi_modal_projector"]
 
 
 def test_a_model_is_opened_in_float32_by_default(tmp_path, checkpoint):
-    opened = open_model(GivenModel(str(checkpoint)), training.settings(tmp_path))
-    assert opened.init_kwargs == {"dtype": "float32", "revision": None}
+    settings = training.settings(tmp_path)
+    open_model(GivenModel(str(checkpoint)), settings)
+    assert settings.model_init_kwargs == {"dtype": "float32", "revision": None}
 
 
 def test_the_processor_is_the_one_that_is_given_or_the_checkpoints_own(tmp_path, checkpoint):
@@ -256,38 +256,32 @@ def test_a_dry_run_lists_no_rows_in_its_output_folder(tmp_path, planned, skippin
 
 @pytest.mark.parametrize("long_rows", ["train", "held out"])
 def test_rows_may_be_as_long_as_the_model_has_positions_and_longer_ones_are_named(
-    tmp_path, planned, opened, caplog, long_rows
+    tmp_path, planned, model, monkeypatch, caplog, long_rows
 ):
-    dataset = training.rows(4)
-    longest = max(dataset["length"])
+    train_rows = training.rows(4)
+    longest = max(train_rows["length"])
+    held_out = None
+    if long_rows == "held out":
+        held_out = train_rows
+        train_rows = train_rows.filter(lambda row: row["length"] < longest)
     settings = training.settings(tmp_path)
-    if long_rows == "train":
-        report = planned(dataset, settings).data.report
-    else:
-        shorter_rows = dataset.filter(lambda row: row["length"] < longest)
-        report = planned(shorter_rows, settings, held_out=dataset).data.report
-    config = copy.deepcopy(opened.config)
 
-    caplog.clear()
-    config.text_config.max_position_embeddings = longest
-    warn_of_positions(report, config)
-    warning = f"{longest:,} tokens, and the language model has {longest:,} positions"
-    assert warning not in caplog.text
+    monkeypatch.setattr(model.config.text_config, "max_position_embeddings", longest)
+    planned(train_rows, settings, held_out=held_out)
+    assert "tokens, and the language model has" not in caplog.text
 
-    caplog.clear()
-    config.text_config.max_position_embeddings = longest - 1
-    warn_of_positions(report, config)
+    monkeypatch.setattr(model.config.text_config, "max_position_embeddings", longest - 1)
+    planned(train_rows, settings, held_out=held_out)
     warning = f"{longest:,} tokens, and the language model has {longest - 1:,} positions"
     assert warning in caplog.text
 
 
-def test_positions_without_an_end_fit_rows_of_any_length(tmp_path, planned, opened, caplog):
-    report = planned(training.rows(4), training.settings(tmp_path)).data.report
-    config = copy.deepcopy(opened.config)
-    config.text_config = BloomConfig()
-    caplog.clear()
-    warn_of_positions(report, config)
-    assert not caplog.text
+def test_positions_without_an_end_fit_rows_of_any_length(
+    tmp_path, planned, model, monkeypatch, caplog
+):
+    monkeypatch.setattr(model.config, "text_config", BloomConfig())
+    planned(training.rows(4), training.settings(tmp_path))
+    assert "positions" not in caplog.text
 
 
 def test_a_run_on_long_rows_is_warned_of(tmp_path, planned, model, monkeypatch, caplog):
@@ -841,7 +835,7 @@ def test_bad_rows_are_refused_by_default(tmp_path, opened, own_rows):
 def test_bad_rows_are_skipped_if_the_collator_skips_them(tmp_path, opened, own_rows):
     collator = ConversationCollator(opened.processor, bad_rows="skip")
     settings = training.settings(tmp_path)
-    checked, report = checked_rows(own_rows, "own rows", collator, settings, "eval")
+    checked, (report,) = checked_rows(own_rows, "own rows", collator, settings, "eval")
     assert len(checked) == 2
     assert report.source == "own rows"
     assert report.split == "eval"
@@ -849,7 +843,7 @@ def test_bad_rows_are_skipped_if_the_collator_skips_them(tmp_path, opened, own_r
 
 def test_rows_of_another_collator_are_not_checked(tmp_path, own_rows):
     settings = training.settings(tmp_path)
-    assert checked_rows(own_rows, "own rows", list, settings, "eval") == (own_rows, None)
+    assert checked_rows(own_rows, "own rows", list, settings, "eval") == (own_rows, [])
 
 
 def test_dropped_rows_are_listed_as_the_collator_says(tmp_path, opened, own_rows):

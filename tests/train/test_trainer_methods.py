@@ -393,6 +393,10 @@ def test_how_many_rows_may_turn_out_bad_follows_the_rows_that_are_set(tmp_path, 
     trainer.train_dataset = text_rows(4)
     trainer.summary()
     assert trainer.data_collator.skippable == 2
+    assert trainer.data_collator.share == 0.0
+    trainer.train_dataset = text_rows(4).to_iterable_dataset()
+    trainer.summary()
+    assert trainer.data_collator.share > 0
 
 
 def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, checkpoint):
@@ -608,9 +612,16 @@ def test_the_first_process_writes_the_card_after_training(monkeypatch, is_first,
         assert cards == []
 
 
-def test_another_process_than_the_first_shows_no_batch(capsys):
-    NormAlignTrainer._show_batch(SimpleNamespace(is_world_process_zero=lambda: False), {})
-    assert not capsys.readouterr().out
+@pytest.mark.parametrize("is_first", [True, False])
+def test_only_the_first_process_shows_the_first_batch(
+    tmp_path, checkpoint, monkeypatch, capsys, is_first
+):
+    trainer = training.trainer(tmp_path, checkpoint)
+    monkeypatch.setattr(trainer, "is_world_process_zero", lambda: is_first)
+    trainer._will_show_batch = True
+    capsys.readouterr()
+    trainer.training_step(trainer.model, first_batch(trainer))
+    assert ("Row 1 of the first batch" in capsys.readouterr().out) == is_first
 
 
 def test_every_sampler_of_a_loader_is_told_the_epoch():
