@@ -97,14 +97,14 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
             yes_or_no[question_text][answer].append(question)
         else:
             questions.append(Question(kind, question_text, answer, image_file, answer))
-    pairs = [
-        pair
+    answer_pairs = [
+        question_pair
         for by_answer in yes_or_no.values()
-        for pair in zip(by_answer["yes"], by_answer["no"], strict=False)
+        for question_pair in zip(by_answer["yes"], by_answer["no"], strict=False)
     ]
-    rng.shuffle(pairs)
-    for pair in pairs:
-        questions += pair
+    rng.shuffle(answer_pairs)
+    for question_pair in answer_pairs:
+        questions += question_pair
     return questions
 
 

@@ -56,23 +56,19 @@ from .keeping.checkpoints import (
 from .keeping.record import check_resumed, data_record, digest_of_lengths, training_record
 from .keeping.summary import RunSummary, summary
 from .memory import MemoryEstimate, estimate_memory
+from .modules.forward import eval_frozen, wrap_forward
 from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
     MODULES,
     base_model,
-    eval_frozen,
-    fill_missing_gradients,
     freeze,
     frozen_modules,
-    load_sharded,
     module_of,
-    prepare_sharding,
     replaced,
-    sharding,
-    train_in_float32,
     trained_parameters,
-    wrap_forward,
 )
+from .modules.precision import train_in_float32
+from .modules.sharding import fill_missing_gradients, load_sharded, prepare_sharding, sharding
 from .modules.sizes import OptimizerClass, check_disk, disk_use
 from .prepare import (
     GivenData,

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.modules.model import eval_frozen
+from normalign_llava.train.modules.forward import eval_frozen
 
 
 GAIN = 0.02

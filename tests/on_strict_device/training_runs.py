@@ -14,7 +14,8 @@ from transformers import AutoProcessor
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.modules.model import base_model, wrap_forward
+from normalign_llava.train.modules.forward import wrap_forward
+from normalign_llava.train.modules.model import base_model
 
 
 @pytest.fixture

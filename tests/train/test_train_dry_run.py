@@ -28,7 +28,8 @@ from normalign_llava.train.memory import (
     largest_batch,
     peak_bytes,
 )
-from normalign_llava.train.modules.model import base_model, sharding
+from normalign_llava.train.modules.model import base_model
+from normalign_llava.train.modules.sharding import sharding
 from normalign_llava.train.modules.sizes import static_bytes
 from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer, remedy

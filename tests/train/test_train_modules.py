@@ -27,6 +27,12 @@ from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGe
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules.adapter import check_quantized, language_adapter
+from normalign_llava.train.modules.forward import (
+    _answers,
+    eval_frozen,
+    watching_outputs,
+    wrap_forward,
+)
 from normalign_llava.train.modules.load import (
     check_architecture,
     config_of_arm,
@@ -35,22 +41,19 @@ from normalign_llava.train.modules.load import (
     settle_float16,
 )
 from normalign_llava.train.modules.model import (
-    _answers,
     base_model,
-    eval_frozen,
-    evaluating,
-    fill_missing_gradients,
     freeze,
     frozen_modules,
-    load_sharded,
     module_of,
-    prepare_sharding,
     projector_norm,
     replaced,
-    train_in_float32,
     trained_parameters,
-    watching_outputs,
-    wrap_forward,
+)
+from normalign_llava.train.modules.precision import evaluating, train_in_float32
+from normalign_llava.train.modules.sharding import (
+    fill_missing_gradients,
+    load_sharded,
+    prepare_sharding,
 )
 from normalign_llava.train.modules.sizes import (
     memory_factors,

@@ -23,13 +23,10 @@ from trl import SFTTrainer
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train import settings as run_settings
+from normalign_llava.train.modules.forward import eval_frozen
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
-from normalign_llava.train.modules.model import (
-    base_model,
-    eval_frozen,
-    fill_missing_gradients,
-    module_of,
-)
+from normalign_llava.train.modules.model import base_model, module_of
+from normalign_llava.train.modules.sharding import fill_missing_gradients
 from normalign_llava.train.settings import Precision
 
 

@@ -19,15 +19,10 @@ from transformers import TrainerCallback
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...modeling_normalign_llava import gain_magnitude, gathered
 from ..keeping.checkpoints import newest_complete
-from ..modules.model import (
-    base_model,
-    evaluating,
-    module_of,
-    projector_norm,
-    sharding,
-    trained_parameters,
-    watching_outputs,
-)
+from ..modules.forward import watching_outputs
+from ..modules.model import base_model, module_of, projector_norm, trained_parameters
+from ..modules.precision import evaluating
+from ..modules.sharding import sharding
 from ..settings import RunConfig
 
 

@@ -29,7 +29,8 @@ from ...diagnose.report import KINDS
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
 from ..collator import ConversationCollator
-from ..modules.model import base_model, evaluating
+from ..modules.model import base_model
+from ..modules.precision import evaluating
 from ..settings import RunConfig
 
 

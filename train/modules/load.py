@@ -23,7 +23,8 @@ from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, decoder_quantization
 from ..memory import largest_batch
 from ..settings import Precision, RunConfig, autocast_dtype
-from .model import PLACES, projector_norm, trained_parameters, watching_outputs
+from .forward import watching_outputs
+from .model import PLACES, projector_norm, trained_parameters
 
 
 if TYPE_CHECKING:  # it imports this file

@@ -17,7 +17,8 @@ from transformers import Trainer, TrainingArguments
 from ...checkpoint import weights as stored
 from ..keeping.checkpoints import checkpoints_in
 from ..settings import RunConfig
-from .model import frozen_modules, sharding, sharding_stage, trained_parameters
+from .model import frozen_modules, trained_parameters
+from .sharding import sharding, sharding_stage
 
 
 PARAMETERS = "weights"
