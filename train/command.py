@@ -128,7 +128,7 @@ class TrainingOptions:
     max_length: int | None = option(
         2048, "Rows with more tokens, image tokens included, are dropped and counted."
     )
-    use_cpu: bool | None = flag("Train on the CPU. Default: only if there is no accelerator.")
+    use_cpu: bool | None = flag("Train on the CPU. Default: only without an accelerator.")
     dataset_num_proc: int | None = option(None, "Processes that check rows. Default: one per core.")
     dataloader_num_workers: int | None = option(
         None, "Processes that read batches. Default: up to 8, or none on a CPU."
