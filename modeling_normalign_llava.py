@@ -198,8 +198,10 @@ def embedding_row_norms(weight: Tensor) -> Tensor:
         if matrix.is_meta or not matrix.is_floating_point() or matrix.itemsize < 2:
             state = "on meta or on disk" if matrix.is_meta else f"quantized ({matrix.dtype})"
             raise ValueError(f"The embedding matrix is {state}. Load it in full precision.")
-        chunks = matrix.detach().split(4096)
-        return torch.cat([rows.cpu().double().norm(dim=-1) for rows in chunks])
+        norms = []
+        for rows in matrix.detach().split(4096):
+            norms.append(rows.cpu().double().norm(dim=-1))
+        return torch.cat(norms)
 
 
 def mean_embedding_norm(weight_or_norms: Tensor, exclude_rows: Iterable[int] = ()) -> float:
@@ -353,16 +355,8 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         kwargs.setdefault("key_mapping", cls._llava_names)
         returns_report = kwargs.pop("output_loading_info", False)
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        missing = sorted(key for key in report["missing_keys"] if not _is_of_norm(key))
-        if path and missing and not returns_report:
-            remedy = ""
-            if not all(map(_is_of_norm, report["unexpected_keys"])):  # perhaps the missing ones
-                remedy = remedy_for_renamed_tensors(model.config)
-            remedy = remedy or "Load a complete checkpoint, or the class that was saved."
-            raise ValueError(
-                f"{path} lacks {len(missing)} tensors of {cls.__name__}. {remedy} "
-                f"The tensors: {', '.join(missing)}."
-            )
+        if path and not returns_report:
+            cls._check_complete(path, report, model.config)
         if any(_is_of_norm(key) for key in (*report["missing_keys"], *report["unexpected_keys"])):
             # Trainers would load the reference by this name, and PEFT the base.
             model.name_or_path = ""
@@ -378,6 +372,22 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
                 module.support_avx512bf16_for_cpu = False  # in eval mode: gradients would be wrong
         return (model, report) if returns_report else model
 
+    @classmethod
+    def _check_complete(cls, path, report: Mapping, config: PreTrainedConfig) -> None:
+        """Raises ValueError if tensors are missing, other than the norm's."""
+        missing = sorted(key for key in report["missing_keys"] if not _is_of_norm(key))
+        if not missing:
+            return
+        remedy = ""
+        unexpected = [key for key in report["unexpected_keys"] if not _is_of_norm(key)]
+        if unexpected:  # the missing ones may have these names now
+            remedy = remedy_for_renamed_tensors(config)
+        remedy = remedy or "Load a complete checkpoint, or the class that was saved."
+        raise ValueError(
+            f"{path} lacks {len(missing)} tensors of {cls.__name__}. {remedy} "
+            f"The tensors: {', '.join(missing)}."
+        )
+
     def enable_input_require_grads(self):
         # transformers hooks both parts' embeddings; a frozen tower would compute useless gradients.
         tower = self.base_model.vision_tower
@@ -389,10 +399,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
                 embedded = output[0] if isinstance(output, tuple) else output  # data2vec's
                 embedded.requires_grad_(True)
 
-        self._require_grads_hooks = [
-            embeddings.register_forward_hook(require_grads)
-            for embeddings in self.embeddings_of_parts()
-        ]
+        self._require_grads_hooks = []
+        for embeddings in self.embeddings_of_parts():
+            self._require_grads_hooks.append(embeddings.register_forward_hook(require_grads))
 
     def embeddings_of_parts(self) -> list[nn.Module]:
         """Returns the text's embeddings, and the encoder's if its class names them."""

@@ -46,15 +46,10 @@ class BaseTensors:
 
     def __init__(self, adapter: Adapter):
         model = on_meta(adapter.config)
-        self._stored = _open_tensors(adapter.base, model)
-        for tied_names in model.all_tied_weights_keys.items():
-            stored = [self._stored[name] for name in tied_names if name in self._stored]
-            if len(stored) == 1:
-                self._stored |= dict.fromkeys(tied_names, stored[0])
-            elif len(stored) == 2 and not torch.equal(stored[0][...], stored[1][...]):
-                # transformers does not tie them then.
-                for config in (adapter.config, adapter.config.text_config):
-                    config.tie_word_embeddings = False
+        self._stored = _with_tied_names(_open_tensors(adapter.base, model), model)
+        if _differ_though_tied(self._stored, model):
+            for config in (adapter.config, adapter.config.text_config):
+                config.tie_word_embeddings = False
         self.quantized_layers = _quantized_layers(adapter)
         _check_shapes(adapter.base.name, self._stored, model)
 
@@ -71,12 +66,7 @@ class BaseTensors:
         is_norm_stored = norm_names <= self._stored.keys()
         if norm_names and (adapter.realigned or not is_norm_stored):
             embeddings = self[model._tied_weights_keys["lm_head.weight"]]
-            model.get_input_embeddings().weight = nn.Parameter(embeddings, requires_grad=False)
-            norm = model.model.multi_modal_projector.norm
-            norm.to_empty(device="cpu")
-            model.align_projector_norm()  # as training did
-            for name, value in norm.state_dict().items():
-                self._aligned_norm[f"{NORM}{name}"] = value
+            self._aligned_norm = _align_norm(model, embeddings)
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor in `dtype`.
@@ -115,6 +105,32 @@ def _open_tensors(
     return stored_tensors
 
 
+def _with_tied_names(
+    stored_tensors: dict[str, Any], model: NormAlignLlavaForConditionalGeneration
+) -> dict[str, Any]:
+    """Returns the tensors by both of their names if two are tied and only one of them is stored."""
+    by_both_names = dict(stored_tensors)
+    for tied_names in model.all_tied_weights_keys.items():
+        stored = [by_both_names[name] for name in tied_names if name in by_both_names]
+        if len(stored) == 1:
+            by_both_names |= dict.fromkeys(tied_names, stored[0])
+    return by_both_names
+
+
+def _differ_though_tied(
+    stored_tensors: dict[str, Any], model: NormAlignLlavaForConditionalGeneration
+) -> bool:
+    """Reads whether files have two values for tied tensors. transformers does not tie these."""
+    for first_name, second_name in model.all_tied_weights_keys.items():
+        first = stored_tensors.get(first_name)
+        second = stored_tensors.get(second_name)
+        if first is None or second is None or first is second:
+            continue
+        if not torch.equal(first[...], second[...]):
+            return True
+    return False
+
+
 def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
     """Returns bitsandbytes' layers, on meta, by the names of the weights that they quantize."""
     if not adapter.quantization:
@@ -148,6 +164,20 @@ def _check_shapes(
         raise ValueError(
             f"{len(faults)} tensors of {base} are not config.json's: {faults[0]}. {AGAIN}"
         )
+
+
+def _align_norm(
+    model: NormAlignLlavaForConditionalGeneration, embeddings: Tensor
+) -> dict[str, Tensor]:
+    """Aligns the norm of a model on meta to the embeddings `(V, d)`, as training did.
+
+    Returns the norm's tensors.
+    """
+    model.get_input_embeddings().weight = nn.Parameter(embeddings, requires_grad=False)
+    norm = model.model.multi_modal_projector.norm
+    norm.to_empty(device="cpu")
+    model.align_projector_norm()
+    return {f"{NORM}{name}": value for name, value in norm.state_dict().items()}
 
 
 def _quantize_and_dequantize(weight: Tensor, layer: Any) -> Tensor:

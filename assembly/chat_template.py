@@ -218,17 +218,12 @@ def _edited(template: str, edits: list[dict[str, str]], line_break: str) -> str 
 def _marks_hold(template: str, special_tokens: Tokens) -> bool:
     """Whether the marks are what the model has to generate, in all conversations of the check.
 
-    That is what follows a generation prompt, through the word behind an answer, which ends the
-    turn. Conversations whose answers are not all printed do not count.
+    Conversations whose answers are not all printed do not count.
     """
     render = partial(_render, template, special_tokens)
-    answer = "A red kite."
-    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": answer}])
-    _, _, behind = _outcome(render, exchange).rpartition(answer)
-    words = behind.split()
-    if not words:
+    end_of_turn = _end_of_turn(render)
+    if not end_of_turn:
         return False
-    end_of_turn = words[0]
     is_checked = False
     for conversation in _CONVERSATIONS.values():
         turns = conversation["messages"]
@@ -238,16 +233,37 @@ def _marks_hold(template: str, special_tokens: Tokens) -> bool:
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         if not answers or not all(answer.strip() in text for answer in answers):
             continue
-        expected = []
-        for index, turn in enumerate(turns):
-            if turn["role"] != "assistant":
-                continue
-            prompt = render(messages[:index], tools, True)
-            end_position = text.find(end_of_turn, len(prompt))
-            if end_position < 0 or not text.startswith(prompt):
-                return False
-            expected.append(text[len(prompt) : end_position + len(end_of_turn)].strip())
+        expected = _expected_spans(render, messages, tools, text, end_of_turn)
         if expected != marked_texts(template, special_tokens, messages, tools):
             return False
         is_checked = True
     return is_checked
+
+
+def _end_of_turn(render: Renderer) -> str:
+    """Returns the word that a template prints behind an answer. It may be empty."""
+    answer = "A red kite."
+    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": answer}])
+    _, _, after_answer = _outcome(render, exchange).rpartition(answer)
+    words = after_answer.split()
+    return words[0] if words else ""
+
+
+def _expected_spans(
+    render: Renderer, messages: Messages, tools: Any, text: str, end_of_turn: str
+) -> list[str] | None:
+    """Returns what follows the generation prompts in a conversation's text, through `end_of_turn`.
+
+    Returns None if the text does not begin with each of the prompts, or if a turn has no end.
+    """
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:index], tools, True)
+        end_position = text.find(end_of_turn, len(prompt))
+        if end_position < 0 or not text.startswith(prompt):
+            return None
+        answer = text[len(prompt) : end_position + len(end_of_turn)]
+        spans.append(answer.strip())
+    return spans

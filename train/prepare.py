@@ -359,6 +359,26 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
     return checkpoint
 
 
+def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfig) -> DataCollator:
+    """Returns the given collator, or our own.
+
+    Raises:
+        ValueError: The collator does not go with the data or the options.
+    """
+    if isinstance(data.train, DataArguments) and (data.collator or data.held_out):
+        raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
+    joins_rows = settings.padding_free
+    collator = data.collator or ConversationCollator(
+        processor, settings.pad_to_multiple_of, padding_free=joins_rows
+    )
+    is_ours = isinstance(collator, ConversationCollator)
+    can_join = getattr(collator, "padding_free", False) and (is_ours or not settings.packing)
+    if joins_rows and not can_join:
+        name = "packing" if settings.packing else "padding_free"
+        raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
+    return collator
+
+
 def read_data(
     data: GivenData,
     processor: LlavaProcessor,
@@ -375,18 +395,7 @@ def read_data(
         TypeError: The rows are not a data set.
         OSError: A file of the data cannot be read or fetched.
     """
-    if isinstance(data.train, DataArguments) and (data.collator or data.held_out):
-        raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
-    joins_rows = settings.padding_free
-    collator = data.collator or ConversationCollator(
-        processor, settings.pad_to_multiple_of, padding_free=joins_rows
-    )
-    is_ours = isinstance(collator, ConversationCollator)
-    can_join = getattr(collator, "padding_free", False) and (is_ours or not settings.packing)
-    if joins_rows and not can_join:
-        name = "packing" if settings.packing else "padding_free"
-        raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
-
+    collator = make_collator(data, processor, settings)
     output_dir = Path(settings.output_dir)
     # Without an image, a row would train nothing.
     need_images = settings.stage == "align" or not learning_rates["language"]
@@ -412,12 +421,9 @@ def read_data(
     skippable = sum(source.skippable for source in sources)
     share = 0.0
     if isinstance(checked.train, IterableDataset):
-        if settings.max_steps <= 0:
-            raise ValueError("A streamed data set has no length. Set max_steps.")
-        if settings.packing or settings.train_sampling_strategy == "group_by_length":
-            raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
+        check_stream(settings)
         share = skippable / (MANY_ROWS * max(1, len(sources)))
-    if not is_ours:
+    if not isinstance(collator, ConversationCollator):
         return checked
     collator = replace(collator, skippable=skippable, share=share)
     if not settings.dry_run:  # all processes of the run have this file, and a resumed run has it
@@ -446,6 +452,14 @@ def check_given(
         )
         reports += further_reports
     return CheckedData(train, held_out, collator, DataReport(reports))
+
+
+def check_stream(settings: RunConfig) -> None:
+    """Raises ValueError if a stream of training rows does not go with the options."""
+    if settings.max_steps <= 0:
+        raise ValueError("A streamed data set has no length. Set max_steps.")
+    if settings.packing or settings.train_sampling_strategy == "group_by_length":
+        raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
 
 
 def check_best_metric(settings: RunConfig, held_out: Any, has_metrics: bool) -> None:

@@ -155,6 +155,18 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
         trainer: The trainer whose step does not fit.
         make: Makes a trainer with further words on the command line.
     """
+    tried = ""
+    for options in possible_changes(trainer):
+        with suppress(ValueError, ImportError):  # options that do not go together
+            estimate = make(options.split()).estimate_memory()
+            if estimate.fits:
+                return f"Would fit: {options}. {estimate.verdict}"
+        tried = f", not even {options}"
+    return f"Nothing that was tried fits{tried}. Fewer tokens may fit: lower --max_length."
+
+
+def possible_changes(trainer: NormAlignTrainer) -> list[str]:
+    """Returns options that make a step take less memory, from small changes to large ones."""
     args = trainer.args
     changes = []
     rows_in_pass = args.per_device_train_batch_size // 2
@@ -180,14 +192,8 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
     everything = f"{checkpointing} {in_4_bits or smaller_model}"
 
     for change in (checkpointing, smaller_model, in_4_bits, everything):
-        if change.strip():
-            changes += [change, f"{change} {one_row}"]
-
-    tried = ""
-    for options in dict.fromkeys(" ".join(change.split()) for change in changes):
-        with suppress(ValueError, ImportError):  # options that do not go together
-            estimate = make(options.split()).estimate_memory()
-            if estimate.fits:
-                return f"Would fit: {options}. {estimate.verdict}"
-        tried = f", not even {options}"
-    return f"Nothing that was tried fits{tried}. Fewer tokens may fit: lower --max_length."
+        for words in (change.split(), f"{change} {one_row}".split()):
+            options = " ".join(words)
+            if change.strip() and options not in changes:
+                changes.append(options)
+    return changes

@@ -191,6 +191,47 @@ def is_ours(card: str) -> bool:
     return _OURS.search(card) is not None
 
 
+@dataclass(frozen=True)
+class AuthorEdits:
+    """What the author of a card wrote into it.
+
+    Attributes:
+        sections: The text of each of `SECTIONS`, empty if there is none.
+        metadata: The fields that were added to the front matter.
+        unused: The sections whose text in the folder is not used, since the Hub has another one.
+    """
+
+    sections: dict[str, str]
+    metadata: dict[str, Any]
+    unused: list[str]
+
+
+def merge_author_edits(
+    folder_card: str | None, hub_card: str | None, repo_id: str | None
+) -> AuthorEdits:
+    """Returns the edits in the cards of the folder and the Hub. The Hub's take precedence.
+
+    Args:
+        folder_card: The text of the folder's card, or None if there is none.
+        hub_card: The text of the Hub's card, or None if there is none.
+        repo_id: The repository, for errors.
+
+    Raises:
+        ValueError: A section or the front matter of a card is not valid.
+    """
+    folder_sections, folder_metadata = author_edits(folder_card, CARD)
+    hub_sections, hub_metadata = author_edits(hub_card, f"{CARD} of {repo_id} on the Hub")
+    unused = []
+    for name, text in hub_sections.items():
+        if name in folder_sections and folder_sections[name].strip() != text.strip():
+            unused.append(name)
+    return AuthorEdits(
+        sections={**dict.fromkeys(SECTIONS, ""), **folder_sections, **hub_sections},
+        metadata={**folder_metadata, **hub_metadata},
+        unused=unused,
+    )
+
+
 def author_edits(card: str | None, where: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns what the author of a card wrote into it, if this package rendered it.
 

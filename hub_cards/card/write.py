@@ -20,11 +20,10 @@ from .markdown import (
     training_table,
 )
 from .metadata import (
-    SECTIONS,
-    author_edits,
     check_replaceable,
     front_matter,
     is_ours,
+    merge_author_edits,
     read_card,
 )
 
@@ -75,25 +74,12 @@ def render_card(
         facts = Facts(checkpoint)
         if not with_gguf:
             facts.gguf = {}
-        # The Hub's edits take precedence.
-        sections, metadata = author_edits(read_card(checkpoint), CARD)
-        hub_sections, hub_metadata = author_edits(hub_card, f"{CARD} of {repo_id} on the Hub")
-        unused = [
-            section
-            for section, words in hub_sections.items()
-            if sections.get(section, words).strip() != words.strip()
-        ]
-        if base is None and facts.adapter and facts.started_from:
-            base_revision = facts.stages[-1].get("model_revision") or "main"
-            base = Part("base model", facts.started_from, facts.started_from, base_revision)
-        # What the model was made from: its parts or else the base, and the data.
-        parts = [*facts.parts, *facts.data]
-        if base is not None and not facts.parts:
-            parts.insert(0, base)
-        if facts.norm_moved and not facts.stages:
-            parts.append(Part("data", "what it was trained on"))
+        edits = merge_author_edits(read_card(checkpoint), hub_card, repo_id)
+        if base is None:
+            base = _recorded_base(facts)
+        parts = _licensed_parts(facts, base)
         model_name = (repo_id or facts.name).rpartition("/")[2]
-        matter = front_matter(facts, base, parts, model_name, metadata | hub_metadata)
+        matter = front_matter(facts, base, parts, model_name, edits.metadata)
         link_by_role = {part.role: part_link(part) for part in facts.parts}
         if base is not None:
             link_by_role[base.role] = part_link(base)
@@ -110,7 +96,7 @@ def render_card(
             ratios=paper_ratios(),
             parts=parts,
             terms=matter.licence,
-            hand=dict.fromkeys(SECTIONS, "") | sections | hub_sections,
+            hand=edits.sections,
             alignment=alignment_table(facts),
             training=training_table(facts.stages),
             results=results_table,
@@ -118,7 +104,25 @@ def render_card(
             part_link=part_link,
         )
         ModelCard(card_text)  # raises ValueError if the Hub's client cannot read the front matter
-    return Card(card_text, [*matter.warnings, *_warnings(facts, base, unused)])
+    return Card(card_text, [*matter.warnings, *_warnings(facts, base, edits.unused)])
+
+
+def _recorded_base(facts: Facts) -> Part | None:
+    """Returns the checkpoint on the Hub that an adapter's training started from."""
+    if not facts.adapter or not facts.started_from:
+        return None
+    revision = facts.stages[-1].get("model_revision") or "main"
+    return Part("base model", facts.started_from, facts.started_from, revision)
+
+
+def _licensed_parts(facts: Facts, base: Part | None) -> list[Part]:
+    """Returns what the model was made from: the parts, or else the base, and the data."""
+    parts = [*facts.parts, *facts.data]
+    if base is not None and not facts.parts:
+        parts.insert(0, base)
+    if facts.norm_moved and not facts.stages:
+        parts.append(Part("data", "what it was trained on"))
+    return parts
 
 
 def _warnings(facts: Facts, base: Part | None, unused: list[str]) -> list[str]:

@@ -96,14 +96,13 @@ def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, check
     assert opened.checkpoint.name == str(checkpoint)
     assert opened.config.gradient_compensation == "none"
     assert opened.checkpoint.config.gradient_compensation == "global"  # as it is stored
-    assert settings.model_init_kwargs == {"dtype": "bfloat16", "revision": None}
+    assert opened.init_kwargs == {"dtype": "bfloat16", "revision": None}
     assert opened.adapters.modules_to_save == ["multi_modal_projector"]
 
 
 def test_a_model_is_opened_in_float32_by_default(tmp_path, checkpoint):
-    settings = training.settings(tmp_path)
-    open_model(GivenModel(str(checkpoint)), settings)
-    assert settings.model_init_kwargs == {"dtype": "float32", "revision": None}
+    opened = open_model(GivenModel(str(checkpoint)), training.settings(tmp_path))
+    assert opened.init_kwargs == {"dtype": "float32", "revision": None}
 
 
 def test_the_processor_is_the_one_that_is_given_or_the_checkpoints_own(tmp_path, checkpoint):

@@ -169,7 +169,8 @@ def check_effect(
     embeddings = model.get_input_embeddings()
     without_effect = [
         *_idle_targets(config, paths, targets),
-        *_idle_modules(config, model, path_of_module, excluded),
+        *_idle_modules(config, path_of_module, excluded),
+        *_idle_tokens(config, model, paths, path_of_module[embeddings]),
     ]
     if without_effect:
         last_layer = model.config.text_config.num_hidden_layers - 1
@@ -232,15 +233,9 @@ def _idle_targets(
 
 
 def _idle_modules(
-    config: LoraConfig,
-    model: nn.Module,
-    path_of_module: dict[nn.Module, str],
-    excluded: dict[str, str],
+    config: LoraConfig, path_of_module: dict[nn.Module, str], excluded: dict[str, str]
 ) -> Iterator[str]:
-    """Yields the names in `exclude_modules` and `modules_to_save` that match no module.
-
-    Yields the modules and tokens in `trainable_token_indices` that cannot be trained too.
-    """
+    """Yields the names in `exclude_modules` and `modules_to_save` that match no module."""
     paths = path_of_module.values()
     leaves = [path for module, path in path_of_module.items() if not list(module.children())]
     for module_name, pattern in excluded.items():
@@ -249,14 +244,20 @@ def _idle_modules(
     for module_name in config.modules_to_save or ():
         if not any(path.endswith(module_name) for path in paths):
             yield module_name
+
+
+def _idle_tokens(
+    config: LoraConfig, model: nn.Module, paths: Sequence[str], embeddings_path: str
+) -> Iterator[str]:
+    """Yields the modules and tokens in `trainable_token_indices` that cannot be trained."""
     # The option is a list of tokens of the embeddings, or lists of tokens by name of module.
-    embeddings = model.get_input_embeddings()
-    embeddings_path = path_of_module[embeddings]
     indices_by_module = config.trainable_token_indices or {}
     if not isinstance(indices_by_module, dict):
         indices_by_module = {embeddings_path.rpartition(".")[2]: indices_by_module}
     # Features of the image stand in for the image token, so its embedding gets no gradient.
-    trainable_tokens = {*range(embeddings.num_embeddings)} - {model.config.image_token_id}
+    trainable_tokens = {*range(model.get_input_embeddings().num_embeddings)} - {
+        model.config.image_token_id
+    }
     for module_name, indices in indices_by_module.items():
         matched_paths = [path for path in paths if path.endswith(module_name)]
         if matched_paths != [embeddings_path]:  # only they can be trained so
