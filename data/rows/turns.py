@@ -171,6 +171,9 @@ def _with_other_keys(
         text_keys: The keys of the texts that were read.
         turn_number: The number of the element in its list.
         column: The column of the list.
+
+    Raises:
+        ValueError: The images do not fit the turn, or one of the `LEARNED` keys is not 0 or 1.
     """
     is_pair = len(turns) == 2
     read_keys = {"from", "role", *text_keys}
@@ -185,32 +188,30 @@ def _with_other_keys(
         turns = [Turn("system", [text_part(system)]), *turns]
         read_keys.add("system")
     last_turn = turns[-1]
-    is_learned = _is_learned(fields, turn_number)
-    for learned_key in LEARNED:
-        # The other turns are never learned, so a key that asks for it is not read.
-        if last_turn.role == "assistant" or not fields.get(learned_key):
-            read_keys.add(learned_key)
-    left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
-    return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
-
-
-def _is_learned(fields: Mapping, turn_number: int) -> bool:
-    """Whether a turn is learned. Raises ValueError if one of the `LEARNED` keys is not 0 or 1."""
-    learned_keys = LEARNED.intersection(fields)
-    for learned_key in learned_keys:
+    is_learned = True
+    for learned_key in LEARNED.intersection(fields):
         value = fields[learned_key]
         if value not in (0, 1):
             raise ValueError(
                 f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
             )
-    return all(fields[learned_key] for learned_key in learned_keys)
+        is_learned = is_learned and bool(value)
+        # The other turns are never learned, so a key that asks for it is not read.
+        if last_turn.role == "assistant" or not value:
+            read_keys.add(learned_key)
+    left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
+    return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
 
 
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
     """Reads the content of a turn: a text, or a list of parts. Raises ValueError for others."""
     stored_content = as_text(stored_content)
-    if role == "user":
-        stored_content = _parts_in_text(stored_content)
+    # A user's text may hold parts as JSON, if they show an image. The assistant's texts are never
+    # parsed, since they are learned as they are written.
+    if role == "user" and isinstance(stored_content, str) and stored_content.startswith("[{"):
+        content_parts = parsed(stored_content)
+        if are_parts(content_parts) and "image" in map(_part_kind, content_parts):
+            stored_content = content_parts
     if isinstance(stored_content, str):
         if role == "user":
             return Turn(role, _split_text(stored_content))
@@ -226,19 +227,6 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
         parts.append(part)
         left_out += part_left_out
     return Turn(role, parts, left_out=left_out)
-
-
-def _parts_in_text(content: Any) -> Any:
-    """Returns the parts that a user's text holds as JSON, if they show an image.
-
-    Any other content is returned unchanged. The assistant's texts are never parsed, since they are
-    learned as they are written.
-    """
-    if isinstance(content, str) and content.startswith("[{"):
-        parts = parsed(content)
-        if are_parts(parts) and "image" in map(_part_kind, parts):
-            return parts
-    return content
 
 
 def _part_kind(part: Any) -> str | None:
@@ -258,21 +246,13 @@ def are_parts(value: Any) -> bool:
 def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]]:
     """Reads a part of a turn. Returns it with the names of its keys that are not read.
 
-    Raises ValueError if it is neither a text nor an image.
+    Raises ValueError if it is neither a text nor an image, or has keys, but none with an image.
     """
     part_kind = _part_kind(part)
     if part_kind == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"]), unread_keys(part, {"type", "text", "index"}, place)
     if part_kind != "image":
         raise ValueError(f"turn {turn_number} has {short(part)}, neither a text nor an image part")
-    return _read_image_part(part, turn_number, place)
-
-
-def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
-    """Reads an image part. Returns it with the names of its keys that are not read.
-
-    Raises ValueError if it has keys, but none that holds an image.
-    """
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:
@@ -332,8 +312,12 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     Without any image parts, the images come first in the first turn of the user. Raises ValueError
     if the images do not fit the parts.
     """
+    turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
     if not image_parts(turns):
-        turns = _with_markers(turns, len(images))
+        for turn in turns:
+            if turn.role == "user":
+                turn.content[:0] = [{"type": "image"} for _ in images]
+                break
     empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
     if len(empty_parts) != len(images):
         raise ValueError(
@@ -342,25 +326,14 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     for image_number, part in enumerate(empty_parts):
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
-    filled_turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
-    remaining_images = iter(images)
-    for part in image_parts(filled_turns):
-        if part.get("image") is None:
-            part["image"] = next(remaining_images)
-    return filled_turns
-
-
-def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
-    """Returns the turns with `count` image parts without images before the first question."""
-    for turn_number, turn in enumerate(turns):
-        if turn.role == "user":
-            question = replace(turn, content=[{"type": "image"}] * count + turn.content)
-            return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
+        part["image"] = images[image_number]
     return turns
 
 
 def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     """Leaves a leading answer out, and joins user turns in a row to one turn.
+
+    A line break joins two texts.
 
     Returns:
         The turns, and in words what was changed.
@@ -375,19 +348,13 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     joined_turns: list[Turn] = []
     for turn in turns:
         if joined_turns and turn.role == joined_turns[-1].role == "user":
-            content = _join_contents(joined_turns[-1].content, turn.content)
-            joined_turns[-1] = replace(turn, content=content)
+            first = joined_turns[-1].content
+            second = turn.content
+            types_beside = [part["type"] for part in first[-1:] + second[:1]]
+            line_break = [text_part("\n")] if types_beside == ["text", "text"] else []
+            joined_turns[-1] = replace(turn, content=[*first, *line_break, *second])
         else:
             joined_turns.append(turn)
     if len(joined_turns) < len(turns):
         changes.append("user turns in a row are one turn")
     return joined_turns, changes
-
-
-def _join_contents(first: list[Part], second: list[Part]) -> list[Part]:
-    """Joins the parts of two turns, with a line break between two texts."""
-    if first and second:
-        part_types = {first[-1]["type"], second[0]["type"]}
-        if part_types == {"text"}:
-            return [*first, text_part("\n"), *second]
-    return first + second

@@ -75,16 +75,12 @@ def parsed(value: Any) -> Any:
     if len(value) > _LONGEST_LITERAL:
         return value
     try:
-        return _python_literal(value.strip())
+        # Python would read texts without commas as a single text.
+        if _NUMPY_TEXTS.fullmatch(value.strip()):
+            return list(map(ast.literal_eval, re.findall(_QUOTED, value, re.S)))
+        return ast.literal_eval(value.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return value
-
-
-def _python_literal(text: str) -> Any:
-    if _NUMPY_TEXTS.fullmatch(text):  # Python would read texts without commas as a single text
-        quoted_texts = re.findall(_QUOTED, text, re.S)
-        return list(map(ast.literal_eval, quoted_texts))
-    return ast.literal_eval(text)
 
 
 def transposed(value: Any) -> Any:
