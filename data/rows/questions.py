@@ -18,7 +18,7 @@ Options: TypeAlias = Mapping[str, str]
 """Texts of the options of a question, by letter."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
     """The question and the answer of a row, as they are stored or as texts."""
 
@@ -26,25 +26,44 @@ class Question:
     answer: Any
     options: dict[str, str] = field(default_factory=dict)  # by letter
     accepted: list[str] = field(default_factory=list)  # right answers, if they are listed apart
-    columns: frozenset[str | None] = frozenset()  # that were read
+    columns: set[str | None] = field(default_factory=set)  # that were read
+    notes: list[str] = field(default_factory=list)  # on what was changed or is to be known
 
 
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`: hint, question, input and options, and the answer.
 
-    Raises ValueError if the options or the answer cannot be read.
+    Raises ValueError if the options cannot be read, the answer is not one of them, or there are
+    several answers to options.
     """
     options = options_of(raw)
-    prompt, prompt_columns = _read_prompt(raw, options)
-    answer, accepted, answer_columns = _read_answer(raw, options)
-    option_columns = set(options)
-    if not is_empty(raw.get("choices")):
-        option_columns = {"choices"}
-    columns = frozenset(prompt_columns | answer_columns | option_columns)
+    prompt, columns = _read_prompt(raw, options)
+    columns.update(options if is_empty(raw.get("choices")) else ["choices"])
+    index = raw.get("answer_index")
+    answer = raw.get("answer")
+    several_answers = parsed(raw.get("answers"))
+    accepted: list[str] = []
+    if not is_empty(index):
+        columns.add("answer_index")
+        letters = list(options)
+        index_text = str(as_text(index)).removesuffix(".0")
+        if not index_text.isdecimal() or int(index_text) >= len(letters):
+            raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
+        answer = letters[int(index_text)]
+    else:
+        columns.add("answer")
+        if is_empty(answer):
+            columns.add("answers")
+            answer = None if is_empty(several_answers) else several_answers
+        elif answer in accepted_answers(several_answers):
+            columns.add("answers")
+            accepted = accepted_answers(several_answers)
+        if options and not is_empty(answer):
+            answer = _answer_among_options(answer, options)
     return Question(prompt, answer, options, accepted, columns)
 
 
-def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
+def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str | None]]:
     """Joins a question with its hint, its input and its options.
 
     Returns:
@@ -64,7 +83,7 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     text_columns = ["question", "input"]
     if options and raw.get("hint") != "nan":  # as in MMBench
         text_columns.insert(0, "hint")
-    read_columns = set()
+    read_columns: set[str | None] = set()
     lines = []
     for column in text_columns:
         column_text = as_text(raw.get(column))
@@ -82,43 +101,6 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     if not prompt.strip():
         raise ValueError("its question is empty; read a caption with --columns caption=answer")
     return prompt, read_columns
-
-
-def _require_letter(index: Any, options: Options) -> str:
-    """Returns the letter of the option with a number from 0. Raises ValueError if there is none."""
-    letters = list(options)
-    index_text = str(as_text(index)).removesuffix(".0")
-    if not index_text.isdecimal() or int(index_text) >= len(letters):
-        raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
-    return letters[int(index_text)]
-
-
-def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[str]]:
-    """Reads the columns `answer_index`, `answer` and `answers`.
-
-    Returns:
-        The answer, perhaps a list of several. The right answers, if the answer is one of several.
-        The columns that were read.
-
-    Raises:
-        ValueError: The answer is not one of the options, or there are several answers to options.
-    """
-    index = raw.get("answer_index")
-    if not is_empty(index):
-        return _require_letter(index, options), [], {"answer_index"}
-    answer = raw.get("answer")
-    several_answers = parsed(raw.get("answers"))
-    accepted: list[str] = []
-    columns = {"answer"}
-    if is_empty(answer):
-        columns.add("answers")
-        answer = None if is_empty(several_answers) else several_answers
-    elif answer in accepted_answers(several_answers):
-        columns.add("answers")
-        accepted = accepted_answers(several_answers)
-    if options and not is_empty(answer):
-        answer = _answer_among_options(answer, options)
-    return answer, accepted, columns
 
 
 def _answer_among_options(answer: Any, options: Options) -> Any:
@@ -166,6 +148,8 @@ def accepted_answers(value: Any) -> list[str]:
 def options_of(raw: Mapping) -> dict[str, str]:
     """Returns the options of a row by letter: those in `choices`, or in columns `A`, `B` and so on.
 
+    Letters before the texts are removed, if all texts have their own.
+
     Raises ValueError if they cannot be options, such as images or equal texts.
     """
     choices = transposed(parsed(raw.get("choices")))
@@ -180,7 +164,9 @@ def options_of(raw: Mapping) -> dict[str, str]:
     if not _are_valid(options):
         shown = short(options or choices)
         raise ValueError(f"its options must be 2 to 26 different texts, and no images, got {shown}")
-    return _without_letters(options)
+    bare_options = {letter: _without_letter(letter, option) for letter, option in options.items()}
+    all_have_letters = options.items().isdisjoint(bare_options.items())
+    return bare_options if all_have_letters else options
 
 
 def _by_letter(choices: Any) -> dict[str, Any]:
@@ -206,15 +192,6 @@ def _are_valid(options: Options) -> bool:
             return False
     distinct_texts = set(map(plain, options.values()))
     return len(distinct_texts) == len(options)
-
-
-def _without_letters(options: dict[str, str]) -> dict[str, str]:
-    """Returns the options without letters before their texts, if all of them have their own."""
-    bare_options = {}
-    for letter, option in options.items():
-        bare_options[letter] = _without_letter(letter, option)
-    has_bare_text = any(bare_options[letter] == option for letter, option in options.items())
-    return options if has_bare_text else bare_options
 
 
 def chosen_letter(answer: Any, options: Options) -> str | None:
