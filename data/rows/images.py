@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import datasets
@@ -124,7 +123,10 @@ class ImageRules:
         is_streamed = "://" in file
         if is_streamed or separator:
             is_known = by_datasets and _IN_ARCHIVE.fullmatch(archive)
-            if not is_known or (is_streamed and not self._is_of_hub(file)):
+            # In the Hub's data set, or in any one if no place is given.
+            hub_start = f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/"
+            is_of_hub = file.startswith(hub_start) and (self.hub or not self.folder)
+            if not is_known or (is_streamed and not is_of_hub):
                 raise ValueError(f"{short(path)} is an address; nothing is fetched: give a path")
         if is_streamed:
             return path
@@ -141,12 +143,6 @@ class ImageRules:
         if not self._allow(full_path, os.path.abspath):
             raise ValueError(f"the image {path} leaves {self._place}")
         return archive + separator + full_path
-
-    def _is_of_hub(self, address: str) -> bool:
-        """Whether an address is in the Hub's data set, or in any one if no place is given."""
-        if self.hub:
-            return address.startswith(f"hf://datasets/{self.hub}@")
-        return address.startswith("hf://datasets/") and not self.folder
 
     def check_file(self, path: str) -> None:
         """Raises ValueError if a file does not exist, or is a link to where images may not be.
@@ -216,7 +212,14 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
     try:
         content = io.BytesIO(stored_bytes(image))
         with Image.open(content, formats=FORMATS) as opened:
-            _check_size(*opened.size)
+            width = opened.width
+            height = opened.height
+            if not 0 < width * height <= MAX_PIXELS:
+                limits = f"from 1 to {MAX_PIXELS:,} are allowed"
+                raise ValueError(f"{width} x {height} pixels; {limits}")
+            # Image processors that resize the shorter side would make a narrow strip huge.
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
             opened.draft(None, (kept_side, kept_side))  # has an effect only on JPEG
             rgb = _upright_rgb(opened)
             factor = min(rgb.size) // kept_side
@@ -230,15 +233,6 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
         raise ValueError(f"{name}: {reason}") from error
 
 
-def _check_size(width: int, height: int) -> None:
-    """Raises ValueError if an image has too many pixels, or none, or is too narrow."""
-    if not 0 < width * height <= MAX_PIXELS:
-        raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
-    # Image processors that resize the shorter side would make a narrow strip huge.
-    if max(width, height) > MAX_RATIO * min(width, height):
-        raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
-
-
 def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: upright by its EXIF data, on white where transparent.
 
@@ -248,7 +242,15 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     ImageOps.exif_transpose(opened, in_place=True)
     image: Image.Image = opened
     if image.mode.startswith("I"):  # Pillow makes all above 255 white
-        image = _grey(image)
+        values = np.asarray(image)
+        if values.min() < 0:
+            raise ValueError(_UNKNOWN_RANGE)
+        # White is the largest number with as many bits as the brightest grey needs, rounded up to
+        # an even number from 8 on. So 12 bits in a file of 16 keep their brightness.
+        bits = int(values.max()).bit_length()
+        even_bits = bits + bits % 2
+        shifted = values >> max(0, even_bits - 8)
+        image = Image.fromarray(shifted.astype(np.uint8))
     elif has_deep_colours:  # Pillow gives the higher byte
         brightest = np.asarray(image.convert("RGB")).max()
         if brightest < 64:
@@ -259,21 +261,6 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return image.convert("RGB")
-
-
-def _grey(image: Image.Image) -> Image.Image:
-    """Returns an image of whole numbers as one of 8 bits. Raises ValueError if one is negative.
-
-    White is the largest number with as many bits as the brightest grey needs, rounded up to an even
-    number from 8 on. So 12 bits in a file of 16 keep their brightness.
-    """
-    values = np.asarray(image)
-    if values.min() < 0:
-        raise ValueError(_UNKNOWN_RANGE)
-    bits = int(values.max()).bit_length()
-    even_bits = bits + bits % 2
-    shifted = values >> max(0, even_bits - 8)
-    return Image.fromarray(shifted.astype(np.uint8))
 
 
 def image_problem(
@@ -360,28 +347,23 @@ def _from_base64(text: str) -> bytes | None:
 
 
 def stored_bytes(image: StoredImage) -> bytes:
-    """Reads the content of an image file.
+    """Returns the content of an image, read from its file or zip file if it is in one.
 
     Raises:
         ValueError: It is too large, or cannot be read from a zip file.
         OSError: It cannot be read.
     """
     content = image["bytes"]
-    if content is None:
-        content = _read_file(image["path"])
+    path = image["path"]
+    if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
+        content = read_entry(path)
+    elif content is None:
+        open_file = fsspec.open if "://" in path else open
+        with open_file(path, "rb") as file:
+            content = file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
-
-
-def _read_file(path: str) -> bytes:
-    """Reads a file or an entry of a zip file, but at most a byte more than is allowed."""
-    archive = path.rpartition("::")[2]
-    if path.startswith("zip://") and "://" not in archive:
-        return read_entry(path)
-    open_file = fsspec.open if "://" in path else open
-    with open_file(path, "rb") as file:
-        return file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
 
 
 def short(value: Any) -> str:
@@ -452,7 +434,7 @@ def open_zip(file: str) -> "ZipImages":
         raise ValueError(f"{file} cannot be read as a zip file: {error}") from error
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _open_version(file: str, size: int, changed: int) -> "ZipImages":
     return ZipImages(file)
 
@@ -465,7 +447,7 @@ class ZipImages:
         infos = zipfile.ZipFile(self.file).infolist()
         names = [info.filename for info in infos]
         self.first = ", ".join(names[:3]) or "none"
-        hashes = np.fromiter(map(hash, names), np.int64)
+        hashes = _hashes(names)
         entries = np.fromiter(map(_entry, infos), _ENTRY_TYPE)
         order = hashes.argsort(kind="stable")
         self._hashes = hashes[order]
