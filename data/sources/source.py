@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeAlias
 
@@ -40,7 +40,7 @@ from .files import (
 AnyData: TypeAlias = Dataset | IterableDataset
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
-_SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
+_SHORT_FLOATS = ("float16", "float32")
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
@@ -98,8 +98,7 @@ class Source:
                 yield from self.rows_at(range(len(self.data))[start : start + CHUNK])
             return
         stream = self.data.decode(False) if self.data.features else self.data
-        for number, stored in enumerate(stream.with_format(None)):
-            row = self._row(number, stored)
+        for row in starmap(self._row, enumerate(stream.with_format(None))):
             if _meets(row.content, self.filters):
                 yield self._named(row)
 
@@ -113,10 +112,7 @@ class Source:
             stored_rows = self.data[numbers].to_pylist()
         else:  # the user's own transform
             stored_rows = [self.data[number] for number in numbers]
-        rows = []
-        for number, stored_row in zip(numbers, stored_rows, strict=True):
-            rows.append(self._named(self._row(number, stored_row)))
-        return rows
+        return [self._named(row) for row in map(self._row, numbers, stored_rows)]
 
     def _row(self, number: int, stored: Any) -> StoredRow:
         """Returns a stored row with its own names of columns."""
@@ -149,18 +145,11 @@ class Source:
             content = renamed(content, self.columns)
         return row._replace(content=content)
 
-    def check_columns(self) -> None:
-        """Raises ValueError if `columns` names a column that no row has.
+    def check_named(self, option: str, named_columns: set[str]) -> None:
+        """Raises ValueError if an option names a column that no row has under this name.
 
         Of a stream, only the first 1,000 rows are read.
         """
-        named_columns = set(self.columns or ())
-        if isinstance(self.columns, dict):
-            named_columns = set(self.columns.values())
-        self._check_named("columns", named_columns)
-
-    def _check_named(self, option: str, named_columns: set[str]) -> None:
-        """Raises ValueError if an option names a column that no row has under this name."""
         if not named_columns:
             return
         row_limit = 1000 if isinstance(self.data, IterableDataset) else None
@@ -186,7 +175,7 @@ class Source:
         if not filters:
             return self
         compared_columns = {condition.column for condition in filters}
-        self._check_named("filters", compared_columns)
+        self.check_named("filters", compared_columns)
         if isinstance(self.data, IterableDataset):
             return replace(self, filters=filters)
         stored_rows = self.data
@@ -223,8 +212,8 @@ def _restored(value: Any, kind: Any) -> Any:
     if isinstance(value, dict):
         return {key: _restored(element, kind[key]) for key, element in value.items()}
     if isinstance(value, float) and kind.dtype in _SHORT_FLOATS:
-        short_float = _SHORT_FLOATS[kind.dtype]
-        return float(str(short_float(value)))
+        short_float = np.dtype(kind.dtype).type(value)
+        return float(str(short_float))
     return value
 
 
@@ -246,32 +235,25 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
         raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
     hub_id = source.path if is_hub_id(source.path) and not path.exists() else None
     try:
-        return _opened(source, hub_id, streaming, num_proc)
+        data, folder = _read_rows(source, streaming, num_proc)
+        image_folder = source.image_folder or None
+        if not image_folder and not hub_id:
+            # If nothing has this path, it is a format that `datasets` knows.
+            image_folder = str(folder) if path.exists() else source.data_dir or os.curdir
+        rules = ImageRules(image_folder, hub_id)
+        dataset = hub_dataset(hub_id) if hub_id else None
+        opened = Source(source.path, rules, data, source.columns, dataset, repeat=source.repeat)
+        named_columns = set(source.columns or ())
+        if isinstance(source.columns, dict):
+            named_columns = set(source.columns.values())
+        opened.check_named("columns", named_columns)
+        return opened.filtered(parse_filters(source.filters))
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         source_name = f"{source.path} of the Hub" if hub_id else source.path
         raise ValueError(
             f"The data set {source_name}, split {source.split!r}, cannot be read: {reason}"
         ) from error
-
-
-def _opened(
-    source: DataSource, hub_id: str | None, streaming: bool, num_proc: int | None
-) -> Source:
-    """Opens a data set of the Hub, or local files."""
-    data, folder = _read_rows(source, streaming, num_proc)
-    image_folder = source.image_folder or None
-    dataset = None
-    if hub_id:
-        dataset = hub_dataset(hub_id)
-    elif not image_folder and Path(source.path).exists():
-        image_folder = str(folder)
-    elif not image_folder:  # the path is a format that `datasets` knows
-        image_folder = source.data_dir or os.curdir
-    rules = ImageRules(image_folder, hub_id)
-    opened = Source(source.path, rules, data, source.columns, dataset, repeat=source.repeat)
-    opened.check_columns()
-    return opened.filtered(parse_filters(source.filters))
 
 
 def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
@@ -311,7 +293,13 @@ def _read_rows(source: DataSource, streaming: bool, num_proc: int | None) -> tup
     if path.suffix.lower() in READERS:
         return open_files((source.path,), streaming), path.parent
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return _load_saved(path, source.split), path
+        saved_data = datasets.load_from_disk(str(path))
+        splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
+        if source.split not in splits:
+            raise ValueError(f"it has the splits {', '.join(splits)}.")
+        saved_split = splits[source.split]
+        _check_within(path, [file["filename"] for file in saved_split.cache_files])
+        return saved_split, path
     if path.is_dir() and not (source.name or source.data_dir or source.data_files):
         files = _chosen_files(path, source.split)
         if not files:
@@ -351,22 +339,10 @@ def _chosen_files(folder: Path, split: str) -> list[str]:
 
 
 def _load_with_builder(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
-    """Loads the rows of a local file or folder, or of a Hub data set, as `datasets` reads them."""
-    builder = _builder(source)
-    if streaming:
-        return builder.as_streaming_dataset(source.split)
-    files_by_split = builder.config.data_files or {}
-    most_files = max(map(len, files_by_split.values()), default=1)
-    processes = min(num_proc or cores(), most_files)
-    # Nothing is verified, since cards are often wrong about the number of rows.
-    builder.download_and_prepare(
-        verification_mode="no_checks", num_proc=processes if processes > 1 else None
-    )
-    return builder.as_dataset(source.split)
+    """Loads the rows of a local file or folder, or of a Hub data set, as `datasets` reads them.
 
-
-def _builder(source: DataSource) -> datasets.DatasetBuilder:
-    """Returns the builder that reads a data set. [`Shards`] reads tar files."""
+    [`Shards`] reads tar files.
+    """
     path = Path(source.path)
     options: dict[str, Any] = {
         "path": source.path,
@@ -377,26 +353,24 @@ def _builder(source: DataSource) -> datasets.DatasetBuilder:
         builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
         options = {"path": builder_name, "data_files": source.path}
     builder = datasets.load_dataset_builder(data_dir=source.data_dir, **options)
+    files_by_split = builder.config.data_files or {}
     if path.is_dir() and not source.data_files:
-        files_by_split = builder.config.data_files or {}
         local_files = chain.from_iterable(files_by_split.values())
         _check_within(path / (source.data_dir or ""), local_files)
     if isinstance(builder, WebDataset):
         code_version = Hasher.hash(Path(__file__).read_bytes())
-        builder = Shards(data_files=builder.config.data_files, hash=code_version)
+        builder = Shards(data_files=files_by_split, hash=code_version)
     if isinstance(builder, Parquet):
         builder.config.batch_size = 100  # by default a whole row group, of any size in memory
-    return builder
-
-
-def _load_saved(folder: Path, split: str) -> Dataset:
-    """Loads a split of a folder that `save_to_disk` wrote. Raises errors of any kind."""
-    saved_data = datasets.load_from_disk(str(folder))
-    splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
-    if split not in splits:
-        raise ValueError(f"it has the splits {', '.join(splits)}.")
-    _check_within(folder, [file["filename"] for file in splits[split].cache_files])
-    return splits[split]
+    if streaming:
+        return builder.as_streaming_dataset(source.split)
+    most_files = max(map(len, files_by_split.values()), default=1)
+    processes = min(num_proc or cores(), most_files)
+    # Nothing is verified, since cards are often wrong about the number of rows.
+    builder.download_and_prepare(
+        verification_mode="no_checks", num_proc=processes if processes > 1 else None
+    )
+    return builder.as_dataset(source.split)
 
 
 def _check_within(folder: Path, files: Iterable[str]) -> None:
@@ -445,22 +419,17 @@ class Shards(WebDataset):
                 json_text = content.decode("utf-8-sig", "backslashreplace")
             elif column in COLUMNS:  # bytes that are not UTF-8 become surrogates: the row is bad
                 columns[column] = content.decode("utf-8-sig", "surrogateescape")
-            else:
-                columns[cls._kind(column)] = "a file"
+            else:  # it is not read, or makes the row bad
+                spellings = {column, f".{column}"}  # `datasets` 4.7 has dots before extensions
+                if not spellings.isdisjoint(cls.VIDEO_EXTENSIONS):
+                    column = "video"
+                elif not spellings.isdisjoint(cls.AUDIO_EXTENSIONS):
+                    column = "audio"
+                columns[column] = "a file"
         row = row_of_json(json_text)
         if isinstance(row, dict):
             json_text = json.dumps(row | columns)
         return {"json": json_text, "images": images}
-
-    @classmethod
-    def _kind(cls, extension: str) -> str:
-        """Returns the column of a file that is not read, or makes the row bad."""
-        spellings = {extension, f".{extension}"}  # `datasets` 4.7 has dots before extensions
-        if not spellings.isdisjoint(cls.VIDEO_EXTENSIONS):
-            return "video"
-        if not spellings.isdisjoint(cls.AUDIO_EXTENSIONS):
-            return "audio"
-        return extension
 
 
 def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, BinaryIO]]:
