@@ -65,29 +65,23 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
 
 
 def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Reads the rows of files, in the columns `ROWS`. Raises ValueError if a file is not valid."""
+    """Reads the rows of files, in the columns `ROWS`. Raises ValueError if a file is not valid.
+
+    In rows of metadata, the columns of images get their known names. A column that already has the
+    known name is not replaced. The other is then reported as unused.
+    """
     for file in files:
         path = Path(file)
         reader = READERS[path.suffix.lower()]
         for number, json_text in enumerate(reader(file)):
-            if path.stem == METADATA:
-                json_text = _with_images(json_text)
+            content = row_of_json(json_text) if path.stem == METADATA else None
+            if isinstance(content, dict):
+                own_columns = {}
+                for own_column, known in (("file_name", "image"), ("file_names", "images")):
+                    if own_column in content and is_empty(content.get(known)):
+                        own_columns[known] = own_column
+                json_text = json.dumps(renamed(content, own_columns))
             yield {"file": file, "number": number, "json": json_text, "images": None}
-
-
-def _with_images(text: str) -> str:
-    """Returns the JSON text of a row of metadata with the known names of columns of images.
-
-    A column that already has the known name is not replaced. The other is then reported as unused.
-    """
-    content = row_of_json(text)
-    if not isinstance(content, dict):
-        return text
-    own_columns = {}
-    for own_column, known_column in (("file_name", "image"), ("file_names", "images")):
-        if own_column in content and is_empty(content.get(known_column)):
-            own_columns[known_column] = own_column
-    return json.dumps(renamed(content, own_columns))
 
 
 def row_of_json(text: str) -> Any:
@@ -295,25 +289,19 @@ def _elements(text: str) -> Iterator[str]:
 
 def _json_lines(file: str) -> Iterator[str]:
     """Yields the texts of the rows in a file of JSON lines. One that holds JSON is read as such."""
-    json_lines = _decoded_lines(file)
-    first_line = next(json_lines, "")
-    if not _is_utf_16(file) and (first_line in ("{", "[") or first_line.startswith("[{")):
-        yield from _json(file)
-        return
-    if first_line:
-        yield first_line
-    yield from json_lines
-
-
-def _decoded_lines(file: str) -> Iterator[str]:
-    """Yields the lines of a file that are not empty, without white space around them."""
     encoding = "utf-16" if _is_utf_16(file) else "utf-8"
     # The escape that an invalid byte becomes is not valid in JSON.
     with open(file, encoding=encoding, errors="backslashreplace", newline="\n") as lines:
-        for line in lines:
-            content = line.strip().removeprefix("\ufeff")  # a file may be several files in one
-            if content:
-                yield content
+        # A file may be several files in one, each with a mark at its beginning.
+        texts = (line.strip().removeprefix("\ufeff") for line in lines)
+        json_lines = filter(None, texts)
+        first_line = next(json_lines, "")
+        is_json = first_line in ("{", "[") or first_line.startswith("[{")
+        if is_json and encoding == "utf-8":
+            yield from _json(file)
+        elif first_line:
+            yield first_line
+            yield from json_lines
 
 
 def _csv(file: str) -> Iterator[str]:
@@ -373,7 +361,7 @@ def _separator(lines: TextIO, usual_separator: str) -> str:
             continue
         cell_counts[separator] = len(cells)
     lines.seek(0)
-    return max(cell_counts, key=lambda separator: cell_counts[separator], default=usual_separator)
+    return max(cell_counts, key=cell_counts.__getitem__, default=usual_separator)
 
 
 def _is_utf_16(file: str) -> bool:
