@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, islice, repeat, starmap
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,7 @@ def endless_rows(
     if fractions:
         rows = _drawn(sources, checks, fractions, seed)
     else:
-        passes = (_in_turn(sources, checks) for _ in count())
-        rows = chain.from_iterable(passes)
+        rows = chain.from_iterable(starmap(_in_turn, repeat((sources, checks))))
     generator = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
@@ -68,17 +67,14 @@ def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[ParsedRow]:
     """Draws rows one by one, so that a resumed run that skips rows continues with the same rows."""
-    streams = [_passes(source, checks) for source in sources]
+    streams = []
+    for source in sources:
+        passes = starmap(valid_rows, repeat((source, checks)))
+        streams.append(chain.from_iterable(passes))
     generator = np.random.default_rng(seed)
     while True:
         source_number = generator.choice(len(streams), p=fractions)
         yield next(streams[source_number])
-
-
-def _passes(source: Source, checks: Checks) -> Iterator[ParsedRow]:
-    """Yields the valid rows of a source again and again."""
-    while True:
-        yield from valid_rows(source, checks)
 
 
 def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]:
@@ -100,28 +96,26 @@ def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]
 def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
     """Yields the rows of a source that pass all checks, in parsed form. Records the other rows.
 
+    Warns of what a row has that is not read, and of what was changed in it.
+
     Raises:
         ValueError: Too many rows are bad, or no row is left.
     """
     is_empty = True
     for row in _checked_rows(source, checks):
         is_empty = False
-        for warning in _warnings(row):
+        warnings = list(row["changed"])
+        if row["unread"]:
+            warnings.append(f"what looks like an image is not read: {row['unread']}")
+        for column in row["left_out"]:
+            known_column = looks_like(column)
+            if known_column:
+                warnings.append(f"column not used: {column}, like {known_column}")
+        for warning in warnings:
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
     if is_empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all are dropped.")
-
-
-def _warnings(row: ParsedRow) -> Iterator[str]:
-    """Yields what a row has that is not read, and what was changed in it."""
-    if row["unread"]:
-        yield f"what looks like an image is not read: {row['unread']}"
-    for column in row["left_out"]:
-        known_column = looks_like(column)
-        if known_column:
-            yield f"column not used: {column}, like {known_column}"
-    yield from row["changed"]
 
 
 def stream_report(source: Source, checks: Checks, split: str) -> SourceReport:

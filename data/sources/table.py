@@ -169,7 +169,14 @@ def sift_rows(
         The valid rows, and counts of all rows by what became of them.
     """
     image_problems = _image_problems(table, reader, source, checks, split)
-    bad_rows = _bad_rows(table, image_problems)
+    refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
+    bad_rows = {}
+    for number in sorted({*refused_numbers, *image_problems}):
+        row = table[number]
+        problem = (row["file"], row["reason"])
+        if row["reason"] is None:
+            problem = image_problems[number]
+        bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
     long_rows = _long_rows(table, source, checks, bad_rows.keys())
     valid_rows = table
     if bad_rows or long_rows:
@@ -228,19 +235,6 @@ def _problems_of_opened(
     return {int(row_numbers[position]): problem for position, problem in problems.items()}
 
 
-def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, DroppedRow]:
-    """Returns by number the rows that were refused when they were parsed or have a bad image."""
-    refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
-    bad_rows = {}
-    for number in sorted({*refused_numbers, *problems}):
-        row = table[number]
-        problem = (row["file"], row["reason"])
-        if row["reason"] is None:
-            problem = problems[number]
-        bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
-    return bad_rows
-
-
 def _long_rows(
     table: Dataset, source: Source, checks: Checks, bad_rows: Container[int]
 ) -> dict[int, DroppedRow]:
@@ -290,8 +284,7 @@ def _counts(table: Dataset, name: str) -> dict[str, int]:
 
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
     """Reads a column of a table in Arrow's form."""
-    column = table.with_format("arrow").select_columns(name)
-    return column[:][name]
+    return table.with_format("arrow")[name][:]
 
 
 def _is_refused(table: Dataset) -> np.ndarray:
