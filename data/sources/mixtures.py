@@ -338,11 +338,10 @@ def _no_row_left(name: str, checks: Checks) -> str:
 
 def is_prepared(data: AnyData) -> bool:
     """Returns whether [`prepare_rows`] or [`load_data`] returned these rows."""
-    if data.features == FEATURES:
-        return True
-    if not isinstance(data, Dataset):
-        return False
-    return isinstance(data.format["format_kwargs"].get("transform"), RowReader)
+    transform = None
+    if isinstance(data, Dataset):
+        transform = data.format["format_kwargs"].get("transform")
+    return data.features == FEATURES or isinstance(transform, RowReader)
 
 
 def _counts_of_mixture(
@@ -352,11 +351,11 @@ def _counts_of_mixture(
 
     Without fractions, each source has all of its rows, as often as `repeats` says.
     """
-    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
-    if not fractions:
-        return available_counts
-    sizes = [count / share for count, share in zip(available_counts, fractions, strict=True)]
-    return [round(min(sizes) * share) for share in fractions]
+    used_counts = np.multiply(counts, repeats)
+    if fractions:
+        size = np.divide(used_counts, fractions).min()
+        used_counts = np.rint(np.multiply(size, fractions)).astype(int)
+    return used_counts.tolist()
 
 
 def _drawn_rows(row_count: int, drawn_count: int, seed: list[int]) -> list[int]:
@@ -384,17 +383,16 @@ def _warning_of_unused_rows(
     if not left_out:
         return None
     # For each source, how large the mixture must be for its fraction to be all of its rows once.
-    sizes = [count / share for count, share in zip(counts, fractions, strict=True)]
-    sizes_with_repeats = [size * repeat for size, repeat in zip(sizes, repeats, strict=True)]
-    limiting_source = sizes_with_repeats.index(min(sizes_with_repeats))
+    sizes = np.divide(counts, fractions)
+    limiting_source = int(np.multiply(sizes, repeats).argmin())
     limiting_rows = f"{counts[limiting_source]:,} rows of {names[limiting_source]}"
     if repeats[limiting_source] > 1:
         limiting_rows += f", each {repeats[limiting_source]} times"
+    sufficient_repeats = np.ceil(sizes.max() / sizes - 1e-9).astype(int)
     remedies = []
-    for name, size, repeat in zip(names, sizes, repeats, strict=True):
-        sufficient_repeat = math.ceil(max(sizes) / size - 1e-9)
-        if sufficient_repeat > repeat:
-            remedies.append(f"repeat: {sufficient_repeat} for {name}")
+    for name, repeat, sufficient in zip(names, repeats, sufficient_repeats, strict=True):
+        if sufficient > repeat:
+            remedies.append(f"repeat: {sufficient} for {name}")
     return (
         f"fraction {fractions[limiting_source]:.3g} of the mixture is {limiting_rows}. So the "
         f"mixture has {sum(used_counts):,} rows, without {' and '.join(left_out)}. To train on "
