@@ -120,7 +120,7 @@ def share_of_bad_rows(
         return 1.0
     if option is not None:
         return float(option)
-    has_many_rows = rows is not None and rows > MANY_ROWS
+    has_many_rows = (rows or 0) > MANY_ROWS
     return DEFAULT_SHARE if source.rules.hub or has_many_rows else 0.0
 
 
@@ -170,51 +170,43 @@ def parse_rows(
         processor: Counts tokens, and refuses texts with control tokens. None for neither.
 
     Returns:
-        The rows with the columns of [`parse_row`] and of [`_parse`]. A row that cannot be trained
-        on has a `reason`.
+        The rows with the columns of [`parse_row`], their sources, their numbers, and facts about
+        their images. If a row cannot be trained on, `reason` says why. If it cannot be parsed, the
+        columns of [`parse_row`] are empty.
     """
     token_options: dict[str, Any] = {}
     if processor:
         token_options["image_token"] = processor.image_token
         token_options["control_tokens"] = control_tokens(processor.tokenizer)
-    rows = [_parse(source, number, raw, rules, token_options) for source, number, raw in stored]
+    rows = []
+    for source, number, raw in stored:
+        row: ParsedRow = {
+            **vars(Row("", [], [], [], {}, [], [], [])),
+            "source": source,
+            "row": number,
+            "file": image_name(raw),
+            "reason": None,
+            "length": 0,
+        }
+        try:
+            row.update(parse_row(raw, rules, **token_options))
+        except ValueError as error:
+            row["reason"] = printable(str(error))
+        images = row["images"]
+        unread = None if images else unread_image(raw, row["messages"])
+        row["image_count"] = len(images)
+        row["paths"] = [image["path"] for image in images if image["bytes"] is None]
+        row["unread"] = unread
+        row["left_out"] = [name for name in row["left_out"] if f"column {name}" != unread]
+        if row["reason"] and unread:
+            row["reason"] += f"; the {unread} looks like an image and is not read"
+        rows.append(row)
     if processor:
-        parsed_rows = [parsed_row for parsed_row in rows if parsed_row["reason"] is None]
-        lengths = token_lengths(processor, parsed_rows)
-        for parsed_row, length in zip(parsed_rows, lengths, strict=True):
+        parsed_rows = [row for row in rows if row["reason"] is None]
+        for row, length in zip(parsed_rows, token_lengths(processor, parsed_rows), strict=True):
             result_column = "reason" if isinstance(length, str) else "length"
-            parsed_row[result_column] = length
+            row[result_column] = length
     return rows
-
-
-def _parse(
-    source: str, number: int, raw: Any, rules: ImageRules, token_options: Mapping[str, Any]
-) -> ParsedRow:
-    """Returns a parsed row with its source, its number, and facts about its images.
-
-    If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
-    """
-    row: ParsedRow = {
-        **vars(Row("", [], [], [], {}, [], [], [])),
-        "source": source,
-        "row": number,
-        "file": image_name(raw),
-        "reason": None,
-        "length": 0,
-    }
-    try:
-        row.update(parse_row(raw, rules, **token_options))
-    except ValueError as error:
-        row["reason"] = printable(str(error))
-    images = row["images"]
-    unread = None if images else unread_image(raw, row["messages"])
-    row["image_count"] = len(images)
-    row["paths"] = [image["path"] for image in images if image["bytes"] is None]
-    row["unread"] = unread
-    row["left_out"] = [name for name in row["left_out"] if f"column {name}" != unread]
-    if row["reason"] and unread:
-        row["reason"] += f"; the {unread} looks like an image and is not read"
-    return row
 
 
 def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int | str]:
@@ -237,8 +229,9 @@ def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int 
         if place_count == image_count:
             results.append(len(tokens) + image_count * added_by_image)
         else:
-            found_tokens = f"{place_count} image tokens for {image_count} images"
-            results.append(f"the chat template prints {found_tokens}")
+            results.append(
+                f"the chat template prints {place_count} image tokens for {image_count} images"
+            )
     return results
 
 
@@ -265,13 +258,13 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
     encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
-    encoding_by_piece = dict(zip(distinct_pieces, encodings, strict=True))
+    ids_by_piece = {}
+    for piece, encoding in zip(distinct_pieces, encodings, strict=True):
+        ids_by_piece[piece] = encoding.ids
     ids_by_text = []
     for pieces in pieces_by_text:
-        token_ids: list[int] = []
-        for piece in pieces:
-            token_ids += encoding_by_piece[piece].ids
-        ids_by_text.append(token_ids)
+        ids_of_pieces = map(ids_by_piece.__getitem__, pieces)
+        ids_by_text.append(list(chain.from_iterable(ids_of_pieces)))
     return ids_by_text
 
 
@@ -433,8 +426,10 @@ def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, i
 def warn_of_captions(name: str, forms: Iterable[str]) -> None:
     """Warns once that captions are trained as answers to a fixed question, if there are any."""
     if not {"caption", "text"}.isdisjoint(forms):
-        other_questions = "For other questions, give question and answer."
-        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other_questions}")
+        warn_once(
+            f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give "
+            "question and answer."
+        )
 
 
 def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
@@ -459,11 +454,7 @@ def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) 
             columns_about_rows.append(column_name)
         else:
             other_columns[column_name] = row_count
-    column_texts = [
-        counted(likely_columns),
-        counted(other_columns),
-        ", ".join(columns_about_rows),
-    ]
+    column_texts = [counted(likely_columns), counted(other_columns), ", ".join(columns_about_rows)]
     texts = {NOT_USED: ", ".join(filter(None, column_texts)), "note": counted(changed)}
     return {title: text for title, text in texts.items() if text}
 
@@ -477,8 +468,7 @@ def log_unused_and_changed(
     """
     for title, text in unused_and_changed(left_out, changed).items():
         level = logging.WARNING
-        is_quiet = not any(map(looks_like, left_out))
-        if title == NOT_USED and is_quiet:
+        if title == NOT_USED and not any(map(looks_like, left_out)):
             level = logging.INFO
         logger.log(level, f"{name}: {title}: {text}")
 

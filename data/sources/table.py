@@ -140,9 +140,10 @@ def require_valid_rows(checked: CheckedTable, source: Source, checks: Checks) ->
     allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, row_count)
     row_checks.check_share(source, bad_rows, row_count, allowed_share)
     if not len(checked.table):
-        long_rows = f"{report.too_long} longer than max_length {checks.max_length}"
-        counts = f"{row_count} rows, {report.bad} bad, {long_rows}"
-        message = f"{source.name}: no row is left. {counts}."
+        message = (
+            f"{source.name}: no row is left. {row_count} rows, {report.bad} bad, "
+            f"{report.too_long} longer than max_length {checks.max_length}."
+        )
         raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
 
 
@@ -168,7 +169,9 @@ def sift_rows(
     Returns:
         The valid rows, and counts of all rows by what became of them.
     """
-    image_problems = _image_problems(table, reader, source, checks, split)
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    is_sampled = allowed_share > 0 and split == "train" and not checks.check_images
+    image_problems = _image_problems(table, reader, source, is_sampled, allowed_share)
     refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
     bad_rows = {}
     for number in sorted({*refused_numbers, *image_problems}):
@@ -181,7 +184,6 @@ def sift_rows(
     valid_rows = table
     if bad_rows or long_rows:
         valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
     rows_by_file = _counts(table, "source")
     if len(rows_by_file) == 1:
         rows_by_file = {}
@@ -205,7 +207,7 @@ def sift_rows(
 
 
 def _image_problems(
-    table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
+    table: Dataset, reader: RowReader, source: Source, is_sampled: bool, allowed_share: float
 ) -> dict[int, Problem]:
     """Returns by number the rows with images that cannot be read.
 
@@ -213,8 +215,6 @@ def _image_problems(
     """
     has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
     row_numbers = np.flatnonzero(has_images & ~_is_refused(table))
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    is_sampled = allowed_share > 0 and split == "train" and not checks.check_images
     if len(row_numbers) <= MANY_ROWS or not is_sampled:
         return _problems_of_opened(row_numbers, table, reader, source)
     generator = np.random.default_rng(0)
@@ -309,32 +309,11 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     assert isinstance(source.data, Dataset)
     if not len(source.data):
         raise ValueError(f"{source.name} has no rows.")
-    cache_key = _cache_key(source, checks.processor)
-    chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
-    processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
-    cache_folder = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_folder / f"{cache_key}.lock"), _no_collections():
-        table = chunks.map(
-            _facts,
-            fn_kwargs={"data": source, "processor": checks.processor},
-            batched=True,
-            batch_size=1,
-            num_proc=processes if processes > 1 else None,
-            remove_columns=chunks.column_names,
-            features=TABLE_COLUMNS,
-            new_fingerprint=cache_key,
-            cache_file_name=str(cache_folder / f"{cache_key}.arrow"),
-            desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
-        )
-    return table.add_column("part", np.full(len(table), part, np.int32))
-
-
-def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
-    """Returns a hash of all that the facts of rows depend on: rows, rules, processor and code."""
+    # The cache depends on all that the facts of rows do: rows, rules, processor and code.
     row_facts = [source.name, source.data._fingerprint, source.columns, source.rules]
     image_folder = os.path.abspath(source.rules.folder or "")
     token_facts: list[Any] = []
+    processor = checks.processor
     if processor:
         tokenizer = processor.tokenizer
         token_facts = [
@@ -347,7 +326,25 @@ def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
         ]
     modules = [__file__, chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
     module_code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
-    return Hasher.hash([row_facts, image_folder, token_facts, module_code])
+    cache_key = Hasher.hash([row_facts, image_folder, token_facts, module_code])
+    chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
+    processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
+    cache_folder = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder / f"{cache_key}.lock"), _no_collections():
+        table = chunks.map(
+            _facts,
+            fn_kwargs={"data": source, "processor": processor},
+            batched=True,
+            batch_size=1,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=chunks.column_names,
+            features=TABLE_COLUMNS,
+            new_fingerprint=cache_key,
+            cache_file_name=str(cache_folder / f"{cache_key}.arrow"),
+            desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
+        )
+    return table.add_column("part", np.full(len(table), part, np.int32))
 
 
 @contextmanager
