@@ -120,8 +120,7 @@ def share_of_bad_rows(
         return 1.0
     if option is not None:
         return float(option)
-    has_many_rows = (rows or 0) > MANY_ROWS
-    return DEFAULT_SHARE if source.rules.hub or has_many_rows else 0.0
+    return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
 
 
 def check_share(
@@ -136,8 +135,7 @@ def check_share(
         share: The share of them that may be bad.
         deviations: See [`too_many`].
     """
-    all_are_bad = rows > 0 and len(bad) == rows
-    if all_are_bad or too_many(len(bad), rows, share, deviations):
+    if 0 < rows == len(bad) or too_many(len(bad), rows, share, deviations):
         raise BadRow(bad_rows_message(source, bad, rows, share=share))
 
 
@@ -272,23 +270,16 @@ def rendered(
     processor: LlavaProcessor, conversations: list[list[Message]]
 ) -> list[str | Exception]:
     """Returns the text of each conversation, or the error of a template that refuses it."""
-    if not conversations:
-        return []
-    joined_messages = []
+    results: list[str | Exception] = []
     for messages in conversations:
         template, joined_parts = without_preamble(
             processor.chat_template, messages, processor.image_token
         )
-        joined_messages.append(joined_parts)
-    template_options: Any = {"chat_template": template, "tokenize": False}
-    try:
-        return processor.tokenizer.apply_chat_template(joined_messages, **template_options)
-    except Exception as error:  # a template may raise any
-        if len(conversations) == 1:
-            return [error]
-    results: list[str | Exception] = []
-    for messages in conversations:
-        results += rendered(processor, [messages])
+        options: Any = {"chat_template": template, "tokenize": False}
+        try:
+            results.append(processor.tokenizer.apply_chat_template(joined_parts, **options))
+        except Exception as error:  # a template may raise any
+            results.append(error)
     return results
 
 
@@ -492,9 +483,8 @@ def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None =
     """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
-        bare_reason = row.reason.replace(row.file or "", "")
-        reason_kind = (row.source, _VALUES.sub("", bare_reason))
-        kinds.setdefault(reason_kind, []).append(row)
+        bare_reason = _VALUES.sub("", row.reason.replace(row.file or "", ""))
+        kinds.setdefault((row.source, bare_reason), []).append(row)
     kind_lines = []
     unlisted = len(rows)
     for similar in list(kinds.values())[:most]:

@@ -268,8 +268,9 @@ def _read_turns(raw: Mapping, form: Form, question: Question) -> list[Turn]:
         has_system = bool(turns) and turns[0].role == "system"
         has_other_system = has_system and turns[0].content != system_turn.content
         if has_other_system or not isinstance(system, str):
-            problem = "is not text, or differs from its system turn; use one"
-            raise ValueError(f"its column system {problem}")
+            raise ValueError(
+                "its column system is not text, or differs from its system turn; use one"
+            )
         if not has_system:
             turns.insert(0, system_turn)
     return turns
@@ -282,11 +283,8 @@ def image_name(raw: Any) -> str | None:
     image = _first(raw.get("images") or raw.get("image"))
     if isinstance(image, Mapping):
         image = image.get("path")
-    if not isinstance(image, str) or image.startswith("data:"):
-        return None
-    if not 0 < len(image) <= MAX_PATH:
-        return None
-    return printable(image)
+    is_name = isinstance(image, str) and not image.startswith("data:")
+    return printable(image) if is_name and 0 < len(image) <= MAX_PATH else None
 
 
 def _first(value: Any) -> Any:
@@ -337,8 +335,9 @@ def _read_images(raw: Mapping) -> list[Any]:
         images += as_list(parsed(raw[column]))
         for image_number, image in enumerate(images):
             if is_empty(image):
-                problem = f"{column} has nothing in place of image {image_number}"
-                raise ValueError(f"{problem}; leave it out")
+                raise ValueError(
+                    f"{column} has nothing in place of image {image_number}; leave it out"
+                )
     return images
 
 
@@ -373,17 +372,21 @@ def _check_texts(turns: list[Turn], raw: Mapping, form: Form) -> None:
             # The expression is slow in texts without any mark.
             mark = "<" in part_text and _OTHER_MARKERS.search(part_text)
             if mark:
-                shown = mark[0].strip()
-                raise ValueError(f"it has {shown} in a text; such marks are not filled in")
+                raise ValueError(
+                    f"it has {mark[0].strip()} in a text; such marks are not filled in"
+                )
     if form.question or not form.answer:
         return
     caption = parsed(raw[form.answer])
     if isinstance(caption, Mapping):
-        caption_keys = ", ".join(map(str, caption))
-        raise ValueError(f"its {form.answer} is JSON, not a caption: {caption_keys}")
+        raise ValueError(
+            f"its {form.answer} is JSON, not a caption: {', '.join(map(str, caption))}"
+        )
     if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
-        remedy = "use --columns question=text, or else --columns caption=text"
-        raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
+        raise ValueError(
+            "it has question_id, so its text may be a question; use --columns question=text, or "
+            "else --columns caption=text"
+        )
 
 
 def is_row_metadata(name: str) -> bool:

@@ -103,8 +103,9 @@ class ImageRules:
             # Without its name: `datasets` would read a file of that name in the working directory.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
-            kinds = "a path, bytes, or a mapping with either"
-            raise ValueError(f"an image must be {kinds}, got {short(value)}")
+            raise ValueError(
+                f"an image must be a path, bytes, or a mapping with either, got {short(value)}"
+            )
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(f"{short(path)} is neither a valid path nor an image file in base64")
         if path.startswith("~") and not self.archive:
@@ -132,8 +133,9 @@ class ImageRules:
             return path
         if not os.path.isabs(file):
             if self.hub and not self.folder:
-                problem = "is a path in an unknown folder: set image_folder"
-                raise ValueError(f"the image {path} {problem}")
+                raise ValueError(
+                    f"the image {path} is a path in an unknown folder: set image_folder"
+                )
             if self.archive and not separator:
                 name = posixpath.normpath(path)
                 if name.startswith("../"):
@@ -153,9 +155,10 @@ class ImageRules:
         if "://" in file:
             return
         if not os.path.isfile(file):
-            start = "the folder or .zip file that the paths start from"
-            remedy = f"copy it there, or set image_folder to {start}"
-            raise ValueError(f"{path}: there is no such image; {remedy}")
+            raise ValueError(
+                f"{path}: there is no such image; copy it there, or set image_folder to the folder "
+                "or .zip file that the paths start from"
+            )
         target = os.path.realpath(file) if os.path.islink(file) else file
         if not _allows_folder(self, os.path.dirname(target)) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
@@ -185,8 +188,7 @@ class ImageRules:
         if self.folder is not None:
             folders.append(self.folder)
         if self.hub:
-            folders.append(constants.HF_HUB_CACHE)
-            folders.append(str(datasets.config.HF_DATASETS_CACHE))
+            folders += [constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)]
         prefixes = tuple(os.path.join(resolve(folder), "") for folder in folders)
         return not prefixes or os.path.join(path, "").startswith(prefixes)
 
@@ -210,13 +212,11 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
             has the file and the reason.
     """
     try:
-        content = io.BytesIO(stored_bytes(image))
-        with Image.open(content, formats=FORMATS) as opened:
+        with Image.open(io.BytesIO(stored_bytes(image)), formats=FORMATS) as opened:
             width = opened.width
             height = opened.height
             if not 0 < width * height <= MAX_PIXELS:
-                limits = f"from 1 to {MAX_PIXELS:,} are allowed"
-                raise ValueError(f"{width} x {height} pixels; {limits}")
+                raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
             # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
@@ -227,10 +227,8 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
     except Exception as error:  # decoders raise errors of any kind on broken files
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            formats = ", ".join(FORMATS)
-            reason = f"cannot identify image file; it is broken, or not one of {formats}"
-        name = image["path"] or "an image inside the data"
-        raise ValueError(f"{name}: {reason}") from error
+            reason = f"cannot identify image file; it is broken, or not one of {', '.join(FORMATS)}"
+        raise ValueError(f"{image['path'] or 'an image inside the data'}: {reason}") from error
 
 
 def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
@@ -252,8 +250,7 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
         shifted = values >> max(0, even_bits - 8)
         image = Image.fromarray(shifted.astype(np.uint8))
     elif has_deep_colours:  # Pillow gives the higher byte
-        brightest = np.asarray(image.convert("RGB")).max()
-        if brightest < 64:
+        if np.asarray(image.convert("RGB")).max() < 64:
             raise ValueError(_UNKNOWN_RANGE)
     elif image.mode == "F":
         raise ValueError(_UNKNOWN_RANGE)
@@ -393,8 +390,7 @@ def read_entry(address: str) -> bytes:
     content_offset = entry.offset + _LOCAL_HEADER.size + name_length + extra_length
     content = os.pread(file.fileno(), entry.packed_size, content_offset)
     if entry.method != zipfile.ZIP_STORED:
-        decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
-        content = decompressor.decompress(content, MAX_IMAGE_BYTES + 1)
+        content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
     is_whole = len(content) <= MAX_IMAGE_BYTES
     if signature != b"PK\3\4" or (is_whole and zlib.crc32(content) != entry.checksum):
         raise ValueError("it is broken in the zip file: its checksum differs")

@@ -133,8 +133,9 @@ def parse_row(
     if row.form == "text" and isinstance(raw.get("label"), str):
         remedy = columns_proposal(raw)
         if remedy:
-            as_caption = "a caption with --columns caption=text"
-            raise ValueError(f"label may be the answer{remedy}; {as_caption}")
+            raise ValueError(
+                f"label may be the answer{remedy}; a caption with --columns caption=text"
+            )
     if rules is None:
         rules = ImageRules()
     images = [rules.image(image) for image in row.images]
@@ -156,15 +157,14 @@ def parse_row(
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Returns a pattern of the special tokens. The tokenizer finds them anywhere in a text."""
     added_tokens = tokenizer.added_tokens_decoder.values()
-    added_special_tokens = {token.content for token in added_tokens if token.special}
-    return any_of(added_special_tokens.union(tokenizer.all_special_tokens))
+    special_tokens = [token.content for token in added_tokens if token.special]
+    return any_of({*special_tokens, *tokenizer.all_special_tokens})
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern of any of the texts. Without texts it never matches."""
     # In this order a text comes before its own beginnings, so that the longest one matches.
-    expression = "|".join(map(re.escape, sorted(texts, reverse=True)))
-    return re.compile(expression or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts, reverse=True))) or "(?!)")
 
 
 def _check_turns(row: Row, raw: Mapping) -> None:
@@ -178,11 +178,11 @@ def _check_turns(row: Row, raw: Mapping) -> None:
         raise ValueError(f"{problem}; its columns are {column_names}{columns_proposal(raw)}")
     first_turn = 1 if roles[0] == "system" else 0
     expected_roles = cycle(("user", "assistant"))
-    for turn_number in range(first_turn, len(roles)):
-        role = roles[turn_number]
+    for turn_number, role in enumerate(roles[first_turn:], first_turn):
         if role != next(expected_roles):
-            problem = f"turn {turn_number} is the {role}'s"
-            raise ValueError(f"{problem}; turns must alternate, the user first")
+            raise ValueError(
+                f"turn {turn_number} is the {role}'s; turns must alternate, the user first"
+            )
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
     if not any(row.learned):

@@ -111,8 +111,10 @@ def _answer_among_options(answer: Any, options: Options) -> Any:
     """
     distinct_answers = set(accepted_answers(answer))
     if len(distinct_answers) > 1:
-        shown_answers = ", ".join(sorted(distinct_answers))
-        raise ValueError(f"it has options and several answers, {shown_answers}; one can be learned")
+        raise ValueError(
+            f"it has options and several answers, {', '.join(sorted(distinct_answers))}; one can "
+            "be learned"
+        )
     if distinct_answers:
         answer = distinct_answers.pop()
     answer_text = as_text(answer)
@@ -161,9 +163,17 @@ def options_of(raw: Mapping) -> dict[str, str]:
     options = {letter: as_text(text) for letter, text in options.items() if not is_empty(text)}
     if not has_choices and len(options) < 2:
         return {}
-    if not _are_valid(options):
-        shown = short(options or choices)
-        raise ValueError(f"its options must be 2 to 26 different texts, and no images, got {shown}")
+    distinct_texts = {
+        plain(option)
+        for option in options.values()
+        if isinstance(option, str) and option.strip() and not option.lower().endswith(SUFFIXES)
+    }
+    has_letters = list(options) == list(ascii_uppercase[: len(options)])
+    if len(options) < 2 or not has_letters or len(distinct_texts) < len(options):
+        raise ValueError(
+            "its options must be 2 to 26 different texts, and no images, got "
+            f"{short(options or choices)}"
+        )
     bare_options = {letter: _without_letter(letter, option) for letter, option in options.items()}
     all_have_letters = options.items().isdisjoint(bare_options.items())
     return bare_options if all_have_letters else options
@@ -180,18 +190,6 @@ def _by_letter(choices: Any) -> dict[str, Any]:
                 choice = choice.get("text")
             options[letter] = choice
     return options
-
-
-def _are_valid(options: Options) -> bool:
-    """Whether options are at least two different texts with letters from A, and no images."""
-    expected_letters = ascii_uppercase[: len(options)]
-    if len(options) < 2 or list(options) != list(expected_letters):
-        return False
-    for option in options.values():
-        if not isinstance(option, str) or not option.strip() or option.lower().endswith(SUFFIXES):
-            return False
-    distinct_texts = set(map(plain, options.values()))
-    return len(distinct_texts) == len(options)
 
 
 def chosen_letter(answer: Any, options: Options) -> str | None:
@@ -223,8 +221,10 @@ def chosen_letter(answer: Any, options: Options) -> str | None:
             problem += "; if it is a number from 0, use --columns answer_index=answer"
         raise ValueError(f"the answer {answer_text!r} {problem}")
     if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare_text):
-        choices = short([*options.values()])
-        raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
+        raise ValueError(
+            f"the answer {short(answer)} is not just one of the choices "
+            f"{short([*options.values()])}"
+        )
     return letters.pop() if letters else None
 
 

@@ -132,9 +132,8 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
     for content_key, role_name in roles_by_key.items():
         role = ROLES.get(str(role_name).lower())
         if role is None:
-            known_roles = ", ".join(ROLES)
             raise ValueError(
-                f"turn {turn_number} has role {short(role_name)}; known are {known_roles}"
+                f"turn {turn_number} has role {short(role_name)}; known are {', '.join(ROLES)}"
             )
         turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
     if len(fields) > 2:
@@ -179,8 +178,7 @@ def _with_other_keys(
     read_keys = {"from", "role", *text_keys}
     for images_key in ("images", "image"):
         if not is_empty(fields.get(images_key)):
-            images = as_list(fields[images_key])
-            turns = place_images(turns[:1], images) + turns[1:]
+            turns = place_images(turns[:1], as_list(fields[images_key])) + turns[1:]
             read_keys.add(images_key)
             break
     system = fields.get("system")
@@ -256,9 +254,10 @@ def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:
-        names = ", ".join(unread_keys(part, _NO_IMAGES))
-        keys = ", ".join(_IMAGE_KEYS)
-        raise ValueError(f"an image of turn {turn_number} has {names}, but none of {keys}")
+        raise ValueError(
+            f"an image of turn {turn_number} has {', '.join(unread_keys(part, _NO_IMAGES))}, but "
+            f"none of {', '.join(_IMAGE_KEYS)}"
+        )
     image = part.get(image_key)
     if isinstance(image, Mapping):
         content_key = next((key for key in ("url", "data") if image.get(key)), None)

@@ -20,8 +20,7 @@ _NUMPY_TEXTS = re.compile(rf"\[\s*(?:{_QUOTED})(?:\s+(?:{_QUOTED}))*\s*\]", re.S
 
 def plain(text: str) -> str:
     """Returns a text in lower case, with single spaces and without punctuation at its ends."""
-    words = text.lower().split()
-    return " ".join(words).strip(" \"'*_.,:;!?()[]")
+    return " ".join(text.lower().split()).strip(" \"'*_.,:;!?()[]")
 
 
 def as_text(value: Any) -> Any:
@@ -109,6 +108,5 @@ def unread_keys(values: Mapping, read: Collection[Any], place: str = "") -> list
     names = []
     for key, value in values.items():
         if key not in read and not is_empty(value):
-            name = printable(f"{place}{key}"[:_LONGEST_NAME])
-            names.append(name or "(no name)")
+            names.append(printable(f"{place}{key}"[:_LONGEST_NAME]) or "(no name)")
     return names

@@ -129,9 +129,10 @@ def _checked_columns(columns: Any) -> Any:
     if not all(isinstance(name, str) and name for name in own_names):
         raise ValueError(f"columns must be pairs like image=path,answer=text, got {columns!r}.")
     if unknown:
-        unknown_names = ", ".join(map(repr, sorted(unknown)))
-        known_names = ", ".join(sorted(COLUMNS))
-        raise ValueError(f"columns names {unknown_names}, but known are only {known_names}.")
+        raise ValueError(
+            f"columns names {', '.join(map(repr, sorted(unknown)))}, but known are only "
+            f"{', '.join(sorted(COLUMNS))}."
+        )
     return columns
 
 
@@ -200,8 +201,10 @@ class DataArguments:
             with suppress(ValueError):
                 allowed_share = float(self.bad_rows)
             if not 0 < allowed_share < 1:
-                known_values = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
-                raise ValueError(f"bad_rows must be {known_values}; got {self.bad_rows!r}.")
+                raise ValueError(
+                    "bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got "
+                    f"{self.bad_rows!r}."
+                )
         if self.shuffle_buffer_size < 1:
             raise ValueError(f"shuffle_buffer_size must be 1 or more: {self.shuffle_buffer_size}.")
 
@@ -250,8 +253,10 @@ def check_choices(options: Any) -> None:
         if not allowed_values or value in allowed_values:
             continue
         if value is not None or type(None) not in get_args(annotation):
-            choices = ", ".join(map(repr, allowed_values))
-            raise ValueError(f"{option_name} must be one of {choices}, got {value!r}.")
+            raise ValueError(
+                f"{option_name} must be one of {', '.join(map(repr, allowed_values))}, got "
+                f"{value!r}."
+            )
 
 
 def cores() -> int:

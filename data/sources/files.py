@@ -72,8 +72,7 @@ def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """
     for file in files:
         path = Path(file)
-        reader = READERS[path.suffix.lower()]
-        for number, json_text in enumerate(reader(file)):
+        for number, json_text in enumerate(READERS[path.suffix.lower()](file)):
             content = row_of_json(json_text) if path.stem == METADATA else None
             if isinstance(content, dict):
                 own_columns = {}
@@ -267,8 +266,10 @@ def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Ite
         yield row
     unused_count = len(files.keys() - used_images)
     if unused_count:
-        counts = f"{unused_count:,} of {len(files):,} images"
-        warn_once(f"{file}: {counts} have no annotation and are left out.")
+        warn_once(
+            f"{file}: {unused_count:,} of {len(files):,} images have no annotation and are left "
+            "out."
+        )
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -335,8 +336,10 @@ def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
         if separator == "\t":
             for cell in map(str, cells):
                 if "\t" in cell and "\n" in cell:
-                    location = f"near line {rows.line_num}; are quotes text?"
-                    raise csv.Error(f"a cell has tabs and line breaks, {location}")
+                    raise csv.Error(
+                        f"a cell has tabs and line breaks, near line {rows.line_num}; are quotes "
+                        "text?"
+                    )
         if None in row:  # more cells than the header, by a comma in a text without quotes
             yield cells
         else:

@@ -128,8 +128,9 @@ def load_data(options: LoadOptions) -> TrainingData:
     sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
     held_out = None
     if streaming:
-        buffer_size = arguments.shuffle_buffer_size
-        mixture = _mix_streams(sources, fractions, checks, options.seed, buffer_size)
+        mixture = _mix_streams(
+            sources, fractions, checks, options.seed, arguments.shuffle_buffer_size
+        )
     else:
         mixture, held_out = _mix_tables(sources, fractions, checks, options.seed, split_size)
     if held_out_source:
@@ -171,17 +172,24 @@ def prepare_rows(
         ValueError: Too many rows are bad, no row is left, or images are missing where they are
             needed.
     """
-    if is_prepared(data):
+    # Prepared rows count as rows with images, since they were checked before.
+    if not is_prepared(data):
+        prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
+    elif isinstance(data, Dataset):
         prepared = _without_long_rows(data, checks, name, split)
     else:
-        prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
+        if checks.max_length is not None:
+            data = data.filter(ShortRows(name, checks))
+        prepared = _PreparedRows(data, [SourceReport(name, split)], has_images=True)
     if need_images:
         _require_images(prepared)
     [report] = prepared.reports
     log_unused_and_changed(logger, name, report.left_out, report.changed)
     if report.dropped:
-        dropped_count = f"{len(report.dropped):,} of {report.found:,} rows"
-        logger.warning(f"{name}: {dropped_count} dropped. First: {report.dropped[0]}")
+        logger.warning(
+            f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: "
+            f"{report.dropped[0]}"
+        )
     _record_dropped(checks, [report])
     return prepared.rows, report
 
@@ -278,16 +286,8 @@ def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
     return _PreparedRows(rows, [checked.report], bool(checked.report.images))
 
 
-def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> _PreparedRows:
-    """Drops rows that are too long from prepared rows.
-
-    Raises ValueError if no row is left. Prepared rows count as rows with images, since they were
-    checked before.
-    """
-    if isinstance(data, IterableDataset):
-        if checks.max_length is not None:
-            data = data.filter(ShortRows(name, checks))
-        return _PreparedRows(data, [SourceReport(name, split)], has_images=True)
+def _without_long_rows(data: Dataset, checks: Checks, name: str, split: str) -> _PreparedRows:
+    """Drops rows that are too long from prepared rows. Raises ValueError if no row is left."""
     facts = data.with_format(None).select_columns(["source", "row", "length"])
     longest = math.inf if checks.max_length is None else checks.max_length
     is_long = np.array(facts["length"][:]) > longest
@@ -307,28 +307,28 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
     return _PreparedRows(short_rows, [report], has_images=True)
 
 
+@dataclass
 class ShortRows:
     """Says which prepared rows of a stream are not too long, and records the others.
 
     Calling it raises ValueError after more than `MANY_ROWS` long rows without another between them.
     """
 
-    def __init__(self, name: str, checks: Checks):
-        self._name = name
-        self._checks = checks
-        self._dropped = 0  # since the last row that is not too long
+    name: str  # what messages call the rows
+    checks: Checks
+    dropped: int = 0  # since the last row that is not too long
 
     def __call__(self, row: ParsedRow) -> bool:
-        too_long = self._checks.too_long(row)
+        too_long = self.checks.too_long(row)
         if too_long is None:
-            self._dropped = 0
+            self.dropped = 0
             return True
-        if self._checks.dropped_rows:
-            self._checks.dropped_rows.add(too_long)
-        warn_once(f"{self._name}: rows longer than {self._checks.max_length} tokens are dropped.")
-        self._dropped += 1
-        if self._dropped > MANY_ROWS:  # a stream may have no end
-            raise ValueError(_no_row_left(self._name, self._checks))
+        if self.checks.dropped_rows:
+            self.checks.dropped_rows.add(too_long)
+        warn_once(f"{self.name}: rows longer than {self.checks.max_length} tokens are dropped.")
+        self.dropped += 1
+        if self.dropped > MANY_ROWS:  # a stream may have no end
+            raise ValueError(_no_row_left(self.name, self.checks))
         return False
 
 
@@ -428,8 +428,10 @@ def _check_streams(
         raise ValueError("test_split_size needs data in memory, no stream. Give eval_dataset_name.")
     repeated = [source.path for source in sources if source.repeat > 1]
     if fractions and repeated:
-        problem = "A stream with fractions begins again whenever it ends, as often as they need."
-        raise ValueError(f"{problem} Leave repeat of {', '.join(repeated)} out.")
+        raise ValueError(
+            "A stream with fractions begins again whenever it ends, as often as they need. Leave "
+            f"repeat of {', '.join(repeated)} out."
+        )
     if len(sources) > 1 and not fractions:
         warn_once(
             "A stream of several data sets without fractions has a row of each in turn, until the "

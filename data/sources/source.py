@@ -79,9 +79,8 @@ class Source:
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
         # Types of the columns that hold short floats or numbers of classes, perhaps in lists.
-        column_types = self.data.features or {}
         self._restored_types = {}
-        for column, column_type in column_types.items():
+        for column, column_type in (self.data.features or {}).items():
             is_short_float = getattr(column_type, "dtype", None) in _SHORT_FLOATS
             if is_short_float or "ClassLabel(" in repr(column_type):
                 self._restored_types[column] = column_type
@@ -159,10 +158,9 @@ class Source:
                 known_columns.update(row.content)
             if named_columns <= known_columns:
                 return
-        absent_columns = ", ".join(map(repr, named_columns - known_columns))
-        listed_columns = ", ".join(sorted(known_columns))
         raise ValueError(
-            f"{option} names {absent_columns}, but the columns of the data are: {listed_columns}"
+            f"{option} names {', '.join(map(repr, named_columns - known_columns))}, but the "
+            f"columns of the data are: {', '.join(sorted(known_columns))}"
         )
 
     def filtered(self, filters: tuple[Filter, ...]) -> "Source":
@@ -187,8 +185,10 @@ class Source:
         row_count = len(stored_rows)
         if not kept_numbers:
             raise ValueError(f"none of its {row_count:,} rows has {conditions}. Change filters.")
-        counts = f"{len(kept_numbers):,} of {row_count:,} rows"
-        warn_once(f"{self.name}: {counts} have {conditions}. The others are not read.")
+        warn_once(
+            f"{self.name}: {len(kept_numbers):,} of {row_count:,} rows have {conditions}. The "
+            "others are not read."
+        )
         return replace(self, data=self.data.select(kept_numbers), numbers=kept_numbers)
 
 
@@ -328,12 +328,14 @@ def _chosen_files(folder: Path, split: str) -> list[str]:
     files, unread_files = files_of_folder(folder, split)
     if unread_files:
         unread_names = ", ".join(Path(file).name for file in unread_files)
-        problem = f"{folder} has files that are not read: {unread_names}"
-        warn_once(f"{problem}. To read one of them, name it.")
+        warn_once(
+            f"{folder} has files that are not read: {unread_names}. To read one of them, name it."
+        )
     folders = sorted({Path(file).parent for file in files})
     if len(folders) > 1:
-        folder_names = ", ".join(map(str, folders))
-        raise ValueError(f"it has {METADATA} in several folders. Name one: {folder_names}.")
+        raise ValueError(
+            f"it has {METADATA} in several folders. Name one: {', '.join(map(str, folders))}."
+        )
     _check_within(folder, files)
     return files
 

@@ -73,8 +73,7 @@ def _drawn(
         streams.append(chain.from_iterable(passes))
     generator = np.random.default_rng(seed)
     while True:
-        source_number = generator.choice(len(streams), p=fractions)
-        yield next(streams[source_number])
+        yield next(streams[generator.choice(len(streams), p=fractions)])
 
 
 def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]:

@@ -113,8 +113,9 @@ def require_valid_table(reader: RowReader, part: int, checks: Checks, split: str
     require_valid_rows(checked, source, checks)
     report = checked.report
     row_checks.warn_of_captions(source.name, report.forms)
-    image_count = report.images or 0
-    row_checks.check_images_are_read(source.name, len(checked.table), image_count, report.unread)
+    row_checks.check_images_are_read(
+        source.name, len(checked.table), report.images or 0, report.unread
+    )
     return checked
 
 
