@@ -137,7 +137,7 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
             )
         turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
     if len(fields) > 2:
-        return _with_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
+        _read_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
     return turns
 
 
@@ -156,10 +156,10 @@ def _roles_by_key(fields: Mapping) -> dict[str, Any]:
     return {}
 
 
-def _with_other_keys(
+def _read_other_keys(
     turns: list[Turn], fields: Mapping, text_keys: Collection[str], turn_number: int, column: str
-) -> list[Turn]:
-    """Returns the turns of an element with what its other keys hold.
+) -> None:
+    """Adds what the other keys of an element hold to its turns.
 
     Other keys hold images, the system turn of a question with its answer, or whether a turn is
     learned.
@@ -178,27 +178,25 @@ def _with_other_keys(
     read_keys = {"from", "role", *text_keys}
     for images_key in ("images", "image"):
         if not is_empty(fields.get(images_key)):
-            turns = place_images(turns[:1], as_list(fields[images_key])) + turns[1:]
+            turns[:1] = place_images(turns[:1], as_list(fields[images_key]))
             read_keys.add(images_key)
             break
     system = fields.get("system")
     if is_pair and turn_number == 0 and isinstance(system, str):  # XTuner's
-        turns = [Turn("system", [text_part(system)]), *turns]
+        turns.insert(0, Turn("system", [text_part(system)]))
         read_keys.add("system")
     last_turn = turns[-1]
-    is_learned = True
     for learned_key in LEARNED.intersection(fields):
         value = fields[learned_key]
         if value not in (0, 1):
             raise ValueError(
                 f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
             )
-        is_learned = is_learned and bool(value)
+        last_turn.learned = last_turn.learned and bool(value)
         # The other turns are never learned, so a key that asks for it is not read.
         if last_turn.role == "assistant" or not value:
             read_keys.add(learned_key)
-    left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
-    return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
+    last_turn.left_out += unread_keys(fields, read_keys, f"{column}.")
 
 
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
@@ -218,13 +216,12 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
         raise ValueError(
             f"turn {turn_number} must have text or a list of parts, got {short(stored_content)}"
         )
-    parts = []
-    left_out = []
+    turn = Turn(role, [])
     for stored_part in stored_content:
-        part, part_left_out = _read_part(stored_part, turn_number, f"{column}.content.")
-        parts.append(part)
-        left_out += part_left_out
-    return Turn(role, parts, left_out=left_out)
+        part, left_out = _read_part(stored_part, turn_number, f"{column}.content.")
+        turn.content.append(part)
+        turn.left_out += left_out
+    return turn
 
 
 def _part_kind(part: Any) -> str | None:
@@ -275,25 +272,24 @@ def _split_text(text: str) -> list[Part]:
     breaks beside these markers are not read, because the chat template decides what separates an
     image from its question. Texts on both sides of a marker stay as they are.
     """
-    pieces = _MARKERS.split(text)
-    texts = pieces[0::2]
-    paths = pieces[1::2]  # in the markers; None for a marker without one
-    for marker_number in range(len(paths)):  # markers at the beginning
-        if texts[marker_number] not in _BREAKS:
+    pieces = _MARKERS.split(text)  # a text, then the path in a marker or None, then a text
+    marker_numbers = range(1, len(pieces), 2)
+    for number in marker_numbers:  # markers at the beginning
+        if pieces[number - 1] not in _BREAKS:
             break
-        texts[marker_number] = ""
-        texts[marker_number + 1] = _FIRST_BREAK.sub("", texts[marker_number + 1])
-    for marker_number in reversed(range(len(paths))):  # markers at the end
-        if texts[marker_number + 1] not in _BREAKS:
+        pieces[number - 1] = ""
+        pieces[number + 1] = _FIRST_BREAK.sub("", pieces[number + 1])
+    for number in reversed(marker_numbers):  # markers at the end
+        if pieces[number + 1] not in _BREAKS:
             break
-        texts[marker_number + 1] = ""
-        texts[marker_number] = _LAST_BREAK.sub("", texts[marker_number])
+        pieces[number + 1] = ""
+        pieces[number - 1] = _LAST_BREAK.sub("", pieces[number - 1])
     parts: list[Part] = []
-    for piece_number, piece in enumerate(texts):
-        if piece:
+    for number, piece in enumerate(pieces):
+        if number in marker_numbers:
+            parts.append({"type": "image", "image": piece})
+        elif piece:
             parts.append(text_part(piece))
-        if piece_number < len(paths):
-            parts.append({"type": "image", "image": paths[piece_number]})
     return parts or [text_part("")]
 
 
@@ -338,9 +334,7 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
         The turns, and in words what was changed.
     """
     changes = []
-    start = 0
-    if turns and turns[0].role == "system":
-        start = 1
+    start = 1 if turns and turns[0].role == "system" else 0
     if len(turns) > start + 1 and turns[start].role == "assistant":
         turns = turns[:start] + turns[start + 1 :]
         changes.append("a leading assistant turn is left out")
