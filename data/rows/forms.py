@@ -312,8 +312,7 @@ def _form(raw: Mapping, has_images: bool) -> Form:
         if form.question in present_columns and has_answer:
             return form
     for form in ROW_FORMS:
-        is_usable = form.question is not None or has_images
-        if is_usable and (form.question or form.answer) in present_columns:
+        if (form.question or has_images) and (form.question or form.answer) in present_columns:
             return form
     # An unknown column beside the images may be an unread question.
     if has_images and present_columns <= {"image", "images", "label"}:
@@ -426,8 +425,15 @@ def unread_image(raw: Any, messages: list[Message]) -> str | None:
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        has_name = bool(value) and not is_empty(value) and _IMAGE_COLUMN.search(str(column))
-        if has_name or (column != "id" and _looks_like_an_image(value)):
+        image = _first(value)
+        if isinstance(image, Mapping):
+            image = image.get("bytes") or image.get("path") or image.get("url")
+        is_image = isinstance(image, (bytes, Image.Image))
+        if isinstance(image, str):
+            image_path = image.partition("?")[0].lower()
+            is_image = image.startswith("data:image/") or image_path.endswith(SUFFIXES)
+        has_name = value and not is_empty(value) and _IMAGE_COLUMN.search(str(column))
+        if has_name or (is_image and column != "id"):
             return f"column {str(column)[:80]}"
     return next((f"text {marker}" for marker in markers(messages)), None)
 
@@ -469,8 +475,7 @@ def _readable_names(raw: Mapping, present_columns: Mapping[str, str]) -> dict[st
     """Returns the first names of columns that make a row readable, by known column.
 
     The row must then have a question, and an answer at the end. The mapping is empty if no names do
-    that. `present_columns` maps the names of the row's columns in
-    lower case to the names themselves.
+    that. `present_columns` maps the names of the row's columns in lower case to these names.
     """
     image_names = {}
     if {"image", "images"}.isdisjoint(present_columns.values()):
@@ -522,14 +527,3 @@ def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
     other_columns = {name: raw[name] for name in raw if name not in replaced_columns}
     known_columns = {column: raw[name] for column, name in names.items() if name in raw}
     return other_columns | known_columns
-
-
-def _looks_like_an_image(image: Any) -> bool:
-    """Whether a value, or the first in a list, is an image or has the path of one."""
-    image = _first(image)
-    if isinstance(image, Mapping):
-        image = image.get("bytes") or image.get("path") or image.get("url")
-    if not isinstance(image, str):
-        return isinstance(image, (bytes, Image.Image))
-    image_path = image.partition("?")[0].lower()
-    return image.startswith("data:image/") or image_path.endswith(SUFFIXES)

@@ -7,7 +7,7 @@ No image is written on the way, because a row is parsed only when it is read.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +30,6 @@ from .arguments import DataArguments, DataSource
 from .source import AnyData, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
 from .table import (
-    CheckedTable,
     RowReader,
     measure,
     require_valid_rows,
@@ -56,12 +55,13 @@ class TrainingData:
 class _PreparedRows:
     """Valid rows and a report on each of their sources.
 
-    `has_images` is whether any row has an image. Of a stream, only the first rows count.
+    `has_images` is whether rows have images that no report counts: the first rows of a stream, or
+    rows that were prepared before.
     """
 
     rows: AnyData
     reports: list[SourceReport]
-    has_images: bool
+    has_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,27 @@ def prepare_rows(
         ValueError: Too many rows are bad, no row is left, or images are missing where they are
             needed.
     """
-    # Prepared rows count as rows with images, since they were checked before.
     if not is_prepared(data):
         prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
-    elif isinstance(data, Dataset):
-        prepared = _without_long_rows(data, checks, name, split)
     else:
-        if checks.max_length is not None:
+        report = SourceReport(name, split)
+        if isinstance(data, Dataset):
+            facts = data.with_format(None).select_columns(["source", "row", "length"])
+            longest = math.inf if checks.max_length is None else checks.max_length
+            is_long = np.array(facts["length"][:]) > longest
+            if is_long.all():
+                raise ValueError(_no_row_left(name, checks))
+            long_rows = facts.select(np.flatnonzero(is_long))
+            report.dropped = list(filter(None, map(checks.too_long, long_rows)))
+            report.found = len(data)
+            report.bad = 0
+            report.too_long = len(report.dropped)
+            if report.dropped:
+                data = data.select(np.flatnonzero(~is_long))
+            report = replace(report, **measure(data))
+        elif checks.max_length is not None:
             data = data.filter(ShortRows(name, checks))
-        prepared = _PreparedRows(data, [SourceReport(name, split)], has_images=True)
+        prepared = _PreparedRows(data, [report], has_images=True)
     if need_images:
         _require_images(prepared)
     [report] = prepared.reports
@@ -259,12 +271,11 @@ def _mix_tables(
         held_out_source = Source("held out of training", ImageRules(), held_out_table)
         checked = sift_rows(held_out_table, reader, held_out_source, checks, "eval")
         require_valid_rows(checked, held_out_source, checks)
-        held_out = _in_memory(checked, reader)
+        held_out = _PreparedRows(rows_on_access(checked.table, reader), [checked.report])
         used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
     for report, used_count in zip(reports, used_counts, strict=True):
         report.used = used_count
-    any_has_images = any(report.images for report in reports)
-    return _PreparedRows(rows_on_access(mixed_table, reader), reports, any_has_images), held_out
+    return _PreparedRows(rows_on_access(mixed_table, reader), reports), held_out
 
 
 def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
@@ -277,34 +288,8 @@ def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedR
         report = stream_report(source, checks, split)
         return _PreparedRows(rows, [report], has_images(source, checks))
     reader = RowReader((source,))
-    return _in_memory(require_valid_table(reader, 0, checks, split), reader)
-
-
-def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
-    """Returns the valid rows of a source, each parsed when it is read."""
-    rows = rows_on_access(checked.table, reader)
-    return _PreparedRows(rows, [checked.report], bool(checked.report.images))
-
-
-def _without_long_rows(data: Dataset, checks: Checks, name: str, split: str) -> _PreparedRows:
-    """Drops rows that are too long from prepared rows. Raises ValueError if no row is left."""
-    facts = data.with_format(None).select_columns(["source", "row", "length"])
-    longest = math.inf if checks.max_length is None else checks.max_length
-    is_long = np.array(facts["length"][:]) > longest
-    if is_long.all():
-        raise ValueError(_no_row_left(name, checks))
-    dropped_rows = list(filter(None, map(checks.too_long, facts.select(np.flatnonzero(is_long)))))
-    short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
-    report = SourceReport(
-        name,
-        split,
-        found=len(data),
-        bad=0,
-        too_long=len(dropped_rows),
-        dropped=dropped_rows,
-        **measure(short_rows),
-    )
-    return _PreparedRows(short_rows, [report], has_images=True)
+    checked = require_valid_table(reader, 0, checks, split)
+    return _PreparedRows(rows_on_access(checked.table, reader), [checked.report])
 
 
 @dataclass
@@ -441,7 +426,7 @@ def _check_streams(
 
 def _require_images(prepared: _PreparedRows) -> None:
     """Raises ValueError if no row has an image."""
-    if not prepared.has_images:
+    if not prepared.has_images and not any(report.images for report in prepared.reports):
         names = ", ".join(report.source for report in prepared.reports)
         raise ValueError(
             f"The rows read of {names} have no image. So nothing is trained if the language model "

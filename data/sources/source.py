@@ -398,7 +398,13 @@ class Shards(WebDataset):
     def _get_pipeline_from_tar(
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
-        _check_end(tar_path)
+        if os.path.isfile(tar_path):
+            with open(tar_path, "rb") as shard:
+                first_block = shard.read(_BLOCK)
+                shard.seek(max(0, os.path.getsize(tar_path) - _BLOCK))
+                # `tarfile` would take the end of a shard that is cut off for its end.
+                if first_block[257:262] == b"ustar" and shard.read() != bytes(_BLOCK):
+                    raise ValueError(f"{tar_path} is cut off. Copy it again")
         for sample in super()._get_pipeline_from_tar(tar_path, _limited(tar_iterator)):
             key = sample.pop("__key__")
             del sample["__url__"]
@@ -453,15 +459,3 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     for part in re.split(r"(\d+)", name):
         sort_key.append((int(part), "") if part.isdigit() else (0, part))
     return sort_key
-
-
-def _check_end(path: str) -> None:
-    """Raises ValueError if a local shard is cut off. `tarfile` would take that for its end."""
-    if not os.path.isfile(path):
-        return
-    with open(path, "rb") as file:
-        first_block = file.read(_BLOCK)
-        file.seek(max(0, os.path.getsize(path) - _BLOCK))
-        last_block = file.read()
-    if first_block[257:262] == b"ustar" and last_block != bytes(_BLOCK):
-        raise ValueError(f"{path} is cut off. Copy it again")

@@ -3,7 +3,7 @@
 
 import gc
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -181,7 +181,16 @@ def sift_rows(
         if row["reason"] is None:
             problem = image_problems[number]
         bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
-    long_rows = _long_rows(table, source, checks, bad_rows.keys())
+    long_rows = {}
+    if checks.max_length is not None:
+        is_long = pc.greater(_column(table, "length"), checks.max_length)
+        long_numbers = [row for row in np.flatnonzero(is_long).tolist() if row not in bad_rows]
+        table_rows = table.select(long_numbers)
+        stored_rows = source.rows_at(table_rows["index"][:])
+        for number, row, stored_row in zip(long_numbers, table_rows, stored_rows, strict=True):
+            dropped = checks.too_long({**row, "file": image_name(stored_row.content)})
+            assert dropped is not None
+            long_rows[number] = dropped
     valid_rows = table
     if bad_rows or long_rows:
         valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
@@ -234,24 +243,6 @@ def _problems_of_opened(
     opened_rows = rows_on_access(table.select(row_numbers), reader)
     problems = row_checks.image_problems(opened_rows, source.name, source.rules)
     return {int(row_numbers[position]): problem for position, problem in problems.items()}
-
-
-def _long_rows(
-    table: Dataset, source: Source, checks: Checks, bad_rows: Container[int]
-) -> dict[int, DroppedRow]:
-    """Returns by number the rows that have too many tokens and are not bad."""
-    if checks.max_length is None:
-        return {}
-    is_long = pc.greater(_column(table, "length"), checks.max_length)
-    row_numbers = [number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows]
-    table_rows = table.select(row_numbers)
-    long_rows = {}
-    stored_rows = source.rows_at(table_rows["index"][:])
-    for number, table_row, stored_row in zip(row_numbers, table_rows, stored_rows, strict=True):
-        dropped = checks.too_long({**table_row, "file": image_name(stored_row.content)})
-        assert dropped is not None
-        long_rows[number] = dropped
-    return long_rows
 
 
 def measure(rows: Dataset) -> dict[str, Any]:
