@@ -248,7 +248,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     dividing_pattern = any_of(dividing_tokens)
     pieces_by_text = []
     for text in texts:
-        token_starts = [match.start() for match in dividing_pattern.finditer(text)]
+        token_starts = (match.start() for match in dividing_pattern.finditer(text))
         boundaries = [0, *token_starts, len(text)]
         pieces_by_text.append([text[start:end] for start, end in pairwise(boundaries)])
     distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
@@ -259,11 +259,10 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     ids_by_piece = {}
     for piece, encoding in zip(distinct_pieces, encodings, strict=True):
         ids_by_piece[piece] = encoding.ids
-    ids_by_text = []
-    for pieces in pieces_by_text:
-        ids_of_pieces = map(ids_by_piece.__getitem__, pieces)
-        ids_by_text.append(list(chain.from_iterable(ids_of_pieces)))
-    return ids_by_text
+    return [
+        list(chain.from_iterable(map(ids_by_piece.__getitem__, pieces)))
+        for pieces in pieces_by_text
+    ]
 
 
 def rendered(
@@ -302,8 +301,7 @@ def image_problems(rows: Dataset, name: str, rules: ImageRules) -> dict[int, Pro
 
     def find_problems(numbers: range) -> list[tuple[int, Problem]]:
         row_problems = []
-        images_by_row = rows[numbers]["images"]
-        for row_number, row_images in zip(numbers, images_by_row, strict=True):
+        for row_number, row_images in enumerate(rows[numbers]["images"], numbers.start):
             row_problem = image_problem(row_images, rules)
             if row_problem:
                 row_problems.append((row_number, row_problem))
@@ -339,14 +337,13 @@ def unopened_image_problems(paths: Sequence[list[str]], rules: ImageRules) -> di
     images_by_folder = Counter[str]()
     for numbers in chunks:
         for path in chain.from_iterable(paths[numbers.start : numbers.stop]):
-            folder = path.rpartition("/")[0]
-            images_by_folder[folder] += 1
+            images_by_folder[path.rpartition("/")[0]] += 1
     plain_files = PlainFiles(images_by_folder, rules)
     problems: list[tuple[int, Problem]] = []
     for numbers in chunks:
         paths_by_row = paths[numbers.start : numbers.stop]
         other_paths = plain_files.missing(list(chain.from_iterable(paths_by_row)))
-        for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
+        for row_number, row_paths in enumerate(paths_by_row, numbers.start):
             images = [{"path": path, "bytes": None} for path in row_paths if path in other_paths]
             row_problem = image_problem(images, rules, decode=False)
             if row_problem:

@@ -280,18 +280,12 @@ def image_name(raw: Any) -> str | None:
     """Returns the name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
         return None
-    image = _first(raw.get("images") or raw.get("image"))
+    image: Any = raw.get("images") or raw.get("image")
+    image = next(iter(as_list(image)), image)
     if isinstance(image, Mapping):
         image = image.get("path")
     is_name = isinstance(image, str) and not image.startswith("data:")
     return printable(image) if is_name and 0 < len(image) <= MAX_PATH else None
-
-
-def _first(value: Any) -> Any:
-    """Returns the first element of a list that is not empty, and any other value unchanged."""
-    if isinstance(value, (list, tuple)) and value:
-        return value[0]
-    return value
 
 
 def filled_columns(raw: Mapping) -> str:
@@ -342,9 +336,8 @@ def _read_images(raw: Mapping) -> list[Any]:
 
 def _is_text_of_list(answer: Any) -> bool:
     """Whether an answer is a text that holds a list of texts, as tables store several answers."""
-    if not isinstance(answer, str) or not answer.startswith("["):
-        return False
-    return len(accepted_answers(parsed(answer))) > 0
+    may_be_list = isinstance(answer, str) and answer.startswith("[")
+    return may_be_list and len(accepted_answers(parsed(answer))) > 0
 
 
 def _check_columns(raw: Mapping, has_images: bool) -> None:
@@ -425,7 +418,7 @@ def unread_image(raw: Any, messages: list[Message]) -> str | None:
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        image = _first(value)
+        image = next(iter(as_list(value)), value)
         if isinstance(image, Mapping):
             image = image.get("bytes") or image.get("path") or image.get("url")
         is_image = isinstance(image, (bytes, Image.Image))
@@ -523,7 +516,7 @@ def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
         raw: A row.
         names: The row's name of each known column. Other columns of these names are left out.
     """
-    replaced_columns = {*names.keys(), *names.values()}
+    replaced_columns = {*names, *names.values()}
     other_columns = {name: raw[name] for name in raw if name not in replaced_columns}
     known_columns = {column: raw[name] for column, name in names.items() if name in raw}
     return other_columns | known_columns

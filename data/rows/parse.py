@@ -89,9 +89,8 @@ class DroppedRows:
         if dropped.key in self._written:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        json_line = json.dumps(asdict(dropped)) + "\n"
         with open(self.path, "ab", buffering=0) as file:
-            file.write(json_line.encode())
+            file.write(json.dumps(asdict(dropped)).encode() + b"\n")
         self._written.add(dropped.key)
 
     def read(self) -> list[DroppedRow]:
@@ -136,9 +135,8 @@ def parse_row(
             raise ValueError(
                 f"label may be the answer{remedy}; a caption with --columns caption=text"
             )
-    if rules is None:
-        rules = ImageRules()
-    images = [rules.image(image) for image in row.images]
+    rules = rules or ImageRules()
+    images = list(map(rules.image, row.images))
     _check_turns(row, raw)
     _check_texts(row, {MARKER, image_token}, control_tokens)
     messages = []  # as `MESSAGES` describes them. The parts of an answer become one part

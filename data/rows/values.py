@@ -53,9 +53,7 @@ def is_empty(value: Any) -> bool:
 
 def as_list(value: Any) -> Sequence[Any]:
     """Returns a list or tuple unchanged, and any other value in a list."""
-    if isinstance(value, (list, tuple)):
-        return value
-    return [value]
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def parsed(value: Any) -> Any:

@@ -147,8 +147,7 @@ def _files_of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
     split_files = []
     files_without_split = []
     for file in files:
-        file_name = str(file.relative_to(folder).with_suffix(""))
-        words_in_name = re.split(r"[\W_]+", file_name.lower())
+        words_in_name = re.split(r"[\W_]+", str(file.relative_to(folder).with_suffix("")).lower())
         if split in words_in_name:
             split_files.append(file)
         elif _HELD_OUT_WORDS.isdisjoint(words_in_name):
@@ -203,8 +202,7 @@ def _json(file: str) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         remedy = "Correct it."
         if "Extra data" in str(error):
-            command = f"jq -c . {shlex.quote(file)} > rows.jsonl"
-            remedy = f"Write each row in one line: `{command}`"
+            remedy = f"Write each row in one line: `jq -c . {shlex.quote(file)} > rows.jsonl`"
         raise ValueError(f"{file} is not valid JSON: {error}. {remedy}") from error
     if content != []:
         yield from map(json.dumps, _rows_of_object(content, file))
@@ -229,8 +227,7 @@ def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
     if len(lists_of_rows) == 1:
         (rows,) = lists_of_rows.values()
         return rows
-    key_names = ", ".join(map(str, content))
-    problem += f" but an object with {short(key_names or 'nothing')}"
+    problem += f" but an object with {short(', '.join(map(str, content)) or 'nothing')}"
     if lists_of_rows:
         first_list = next(iter(lists_of_rows))
         key_in_python = f"[{json.dumps(first_list)}]"
@@ -315,9 +312,7 @@ def _csv(file: str) -> Iterator[str]:
             separator = _separator(lines, usual_separator)
             yield from map(json.dumps, _rows_of_csv(lines, separator, file))
         except (csv.Error, UnicodeError) as error:
-            remedy = ""
-            if isinstance(error, UnicodeError):
-                remedy = " Save it as UTF-8."
+            remedy = " Save it as UTF-8." if isinstance(error, UnicodeError) else ""
             raise ValueError(f"{file} is not valid CSV in UTF-8: {error}.{remedy}") from error
 
 

@@ -285,8 +285,8 @@ def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedR
     """
     if isinstance(source.data, IterableDataset):
         rows = stream(valid_rows, source=source, checks=checks)
-        report = stream_report(source, checks, split)
-        return _PreparedRows(rows, [report], has_images(source, checks))
+        reports = [stream_report(source, checks, split)]
+        return _PreparedRows(rows, reports, has_images(source, checks))
     reader = RowReader((source,))
     checked = require_valid_table(reader, 0, checks, split)
     return _PreparedRows(rows_on_access(checked.table, reader), [checked.report])

@@ -357,11 +357,10 @@ def _load_with_builder(source: DataSource, streaming: bool, num_proc: int | None
     builder = datasets.load_dataset_builder(data_dir=source.data_dir, **options)
     files_by_split = builder.config.data_files or {}
     if path.is_dir() and not source.data_files:
-        local_files = chain.from_iterable(files_by_split.values())
-        _check_within(path / (source.data_dir or ""), local_files)
+        _check_within(path / (source.data_dir or ""), chain.from_iterable(files_by_split.values()))
     if isinstance(builder, WebDataset):
-        code_version = Hasher.hash(Path(__file__).read_bytes())
-        builder = Shards(data_files=files_by_split, hash=code_version)
+        # The cache of the rows depends on this code.
+        builder = Shards(data_files=files_by_split, hash=Hasher.hash(Path(__file__).read_bytes()))
     if isinstance(builder, Parquet):
         builder.config.batch_size = 100  # by default a whole row group, of any size in memory
     if streaming:
@@ -447,9 +446,8 @@ def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, Binar
     """
     for name, file in files:
         suffix = PurePosixPath(name).suffix.lower()
-        most_bytes = 0
-        if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS:
-            most_bytes = MAX_IMAGE_BYTES + 1
+        is_used = suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS
+        most_bytes = MAX_IMAGE_BYTES + 1 if is_used else 0
         yield name, io.BytesIO(file.read(most_bytes))
 
 

@@ -73,8 +73,7 @@ class RowReader:
         places = zip(table["part"], table["index"], strict=True)
         for part, places_in_source in groupby(places, key=itemgetter(0)):
             source = self.sources[part]
-            indices = [index for _, index in places_in_source]
-            for stored_row in source.rows_at(indices):
+            for stored_row in source.rows_at([index for _, index in places_in_source]):
                 rows.append(parse_row(stored_row.content, source.rules))
         columns = {"row": table["row"]}
         for column in ("images", "messages", "learned"):
@@ -171,11 +170,13 @@ def sift_rows(
         The valid rows, and counts of all rows by what became of them.
     """
     allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    is_sampled = allowed_share > 0 and split == "train" and not checks.check_images
-    image_problems = _image_problems(table, reader, source, is_sampled, allowed_share)
-    refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
+    sampled_share = 0.0 if split != "train" or checks.check_images else allowed_share
+    is_refused = pc.is_valid(_column(table, "reason")).to_numpy()
+    has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
+    opened_numbers = np.flatnonzero(has_images & ~is_refused)
+    image_problems = _image_problems(opened_numbers, table, reader, source, sampled_share)
     bad_rows = {}
-    for number in sorted({*refused_numbers, *image_problems}):
+    for number in sorted({*np.flatnonzero(is_refused).tolist(), *image_problems}):
         row = table[number]
         problem = (row["file"], row["reason"])
         if row["reason"] is None:
@@ -217,20 +218,19 @@ def sift_rows(
 
 
 def _image_problems(
-    table: Dataset, reader: RowReader, source: Source, is_sampled: bool, allowed_share: float
+    row_numbers: np.ndarray, table: Dataset, reader: RowReader, source: Source, share: float
 ) -> dict[int, Problem]:
-    """Returns by number the rows with images that cannot be read.
+    """Returns by number the rows with images that cannot be read, if at most `share` may be bad.
 
-    [`sift_rows`] says which images are opened. The files of the others are only looked for.
+    [`sift_rows`] says which images of the rows of these numbers are opened: all if `share` is 0.
+    The files of the others are only looked for.
     """
-    has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
-    row_numbers = np.flatnonzero(has_images & ~_is_refused(table))
-    if len(row_numbers) <= MANY_ROWS or not is_sampled:
+    if len(row_numbers) <= MANY_ROWS or share == 0:
         return _problems_of_opened(row_numbers, table, reader, source)
     generator = np.random.default_rng(0)
     sampled_numbers = np.sort(generator.choice(row_numbers, MANY_ROWS, replace=False))
     problems = _problems_of_opened(sampled_numbers, table, reader, source)
-    if row_checks.too_many(len(problems), MANY_ROWS, allowed_share, deviations=3):
+    if row_checks.too_many(len(problems), MANY_ROWS, share, deviations=3):
         other_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
         return problems | _problems_of_opened(other_numbers, table, reader, source)
     return row_checks.unopened_image_problems(table["paths"], source.rules) | problems
@@ -277,11 +277,6 @@ def _counts(table: Dataset, name: str) -> dict[str, int]:
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
     """Reads a column of a table in Arrow's form."""
     return table.with_format("arrow")[name][:]
-
-
-def _is_refused(table: Dataset) -> np.ndarray:
-    """Returns for each row whether it was refused when it was parsed."""
-    return pc.is_valid(_column(table, "reason")).to_numpy()
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
