@@ -405,10 +405,8 @@ def find_entry(address: str) -> tuple[BinaryIO, Entry]:
     """
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = open_zip(file)
-    entry = archive.entry(name)
-    if entry is None:
-        # zipfile decodes names in this way, unless the archive marks them as UTF-8.
-        entry = archive.entry(name.encode().decode("cp437"))
+    # zipfile decodes names from cp437, unless the archive marks them as UTF-8.
+    entry = archive.entry(name) or archive.entry(name.encode().decode("cp437"))
     if entry is None:
         raise ValueError(f"there is no such image in {file}. Its first are: {archive.first}")
     if entry.method == _REFUSED:

@@ -95,8 +95,7 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str | None]]:
         for letter, option in options.items()
     )
     if not shows_options:
-        for letter, option in options.items():
-            lines.append(f"{letter}. {option}")
+        lines += [f"{letter}. {option}" for letter, option in options.items()]
     prompt = "\n".join(filter(None, lines))
     if not prompt.strip():
         raise ValueError("its question is empty; read a caption with --columns caption=answer")

@@ -96,9 +96,7 @@ class DataSource:
             raise ValueError(
                 f"{self.path} is not a file or folder here, nor owner/name of the Hub."
             )
-        if not self.image_folder:
-            return
-        folder = Path(self.image_folder)
+        folder = Path(self.image_folder or os.curdir)
         if folder.is_dir():
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
@@ -213,13 +211,8 @@ class DataArguments:
         """The data sets to train on."""
         if self.datasets:
             return [DataSource(**self.shared_options | source) for source in self.datasets]
-        source = DataSource.named(
-            str(self.dataset_name),
-            name=self.dataset_config,
-            split=self.dataset_train_split,
-            **self.shared_options,
-        )
-        return [source]
+        options = {"name": self.dataset_config, "split": self.dataset_train_split}
+        return [DataSource.named(str(self.dataset_name), **options, **self.shared_options)]
 
     @property
     def shared_options(self) -> dict[str, Any]:

@@ -436,11 +436,10 @@ def _require_images(prepared: _PreparedRows) -> None:
 
 def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
     """Writes the dropped rows into their file, if there is one, in the main process."""
-    if not checks.dropped_rows or not PartialState().is_main_process:
-        return
-    for report in reports:
-        for dropped in report.dropped:
-            checks.dropped_rows.add(dropped)
+    if checks.dropped_rows and PartialState().is_main_process:
+        for report in reports:
+            for dropped in report.dropped:
+                checks.dropped_rows.add(dropped)
 
 
 def _checked_fractions(sources: list[DataSource]) -> tuple[float, ...]:

@@ -130,12 +130,8 @@ def has_images(source: Source, checks: Checks) -> bool:
         ValueError: Too many of these rows are bad, or most show images that are not read.
     """
     rows = list(_checked_rows(source, checks, _FIRST))
-    image_count = 0
-    unread_counts = Counter[str]()
-    for row in rows:
-        image_count += row["image_count"]
-        if row["unread"]:
-            unread_counts[row["unread"]] += 1
+    image_count = sum(row["image_count"] for row in rows)
+    unread_counts = Counter(row["unread"] for row in rows if row["unread"])
     row_checks.check_images_are_read(source.name, len(rows), image_count, unread_counts)
     return image_count > 0
 
