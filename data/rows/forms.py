@@ -447,10 +447,11 @@ def columns_proposal(raw: Any) -> str:
     """Returns the end of an error: the option `--columns` that makes a row readable, if any."""
     if not isinstance(raw, Mapping):
         return ""
-    present_columns = {}
-    for column, value in raw.items():
-        if isinstance(column, str) and not is_empty(value):
-            present_columns[column.strip().lower()] = column
+    present_columns = {
+        column.strip().lower(): column
+        for column, value in raw.items()
+        if isinstance(column, str) and not is_empty(value)
+    }
     columns_option = ""
     stored_names = _readable_names(raw, present_columns)
     if stored_names:

@@ -226,9 +226,7 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
 
 def _part_kind(part: Any) -> str | None:
     """Returns "text" or "image" for a part of a turn, and None for anything else."""
-    if not isinstance(part, Mapping):
-        return None
-    return _PART_KINDS.get(str(part.get("type")))
+    return _PART_KINDS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
 
 
 def are_parts(value: Any) -> bool:

@@ -61,9 +61,7 @@ def parsed(value: Any) -> Any:
 
     Any other value is returned unchanged.
     """
-    if not isinstance(value, str):
-        return value
-    if not value.lstrip().startswith(("[", "{")):
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
         return json.loads(value)
@@ -103,8 +101,8 @@ def unread_keys(values: Mapping, read: Collection[Any], place: str = "") -> list
         read: The keys that are read.
         place: Where the mapping is in the row, such as `messages.`. The names begin with it.
     """
-    names = []
-    for key, value in values.items():
-        if key not in read and not is_empty(value):
-            names.append(printable(f"{place}{key}"[:_LONGEST_NAME]) or "(no name)")
-    return names
+    return [
+        printable(f"{place}{key}"[:_LONGEST_NAME]) or "(no name)"
+        for key, value in values.items()
+        if key not in read and not is_empty(value)
+    ]

@@ -361,10 +361,11 @@ def _warning_of_unused_rows(
     The warning names the source that has too few rows.
     """
     used_counts = _counts_of_mixture(counts, repeats, fractions)
-    left_out = []
-    for name, row_count, drawn_count in zip(names, counts, used_counts, strict=True):
-        if drawn_count < row_count:
-            left_out.append(f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}")
+    left_out = [
+        f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}"
+        for name, row_count, drawn_count in zip(names, counts, used_counts, strict=True)
+        if drawn_count < row_count
+    ]
     if not left_out:
         return None
     # For each source, how large the mixture must be for its fraction to be all of its rows once.
@@ -374,10 +375,11 @@ def _warning_of_unused_rows(
     if repeats[limiting_source] > 1:
         limiting_rows += f", each {repeats[limiting_source]} times"
     sufficient_repeats = np.ceil(sizes.max() / sizes - 1e-9).astype(int)
-    remedies = []
-    for name, repeat, sufficient in zip(names, repeats, sufficient_repeats, strict=True):
-        if sufficient > repeat:
-            remedies.append(f"repeat: {sufficient} for {name}")
+    remedies = [
+        f"repeat: {sufficient} for {name}"
+        for name, repeat, sufficient in zip(names, repeats, sufficient_repeats, strict=True)
+        if sufficient > repeat
+    ]
     return (
         f"fraction {fractions[limiting_source]:.3g} of the mixture is {limiting_rows}. So the "
         f"mixture has {sum(used_counts):,} rows, without {' and '.join(left_out)}. To train on "

@@ -346,15 +346,12 @@ def _load_with_builder(source: DataSource, streaming: bool, num_proc: int | None
     [`Shards`] reads tar files.
     """
     path = Path(source.path)
-    options: dict[str, Any] = {
-        "path": source.path,
-        "name": source.name,
-        "data_files": source.data_files,
-    }
     if path.is_file():
         builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
-        options = {"path": builder_name, "data_files": source.path}
-    builder = datasets.load_dataset_builder(data_dir=source.data_dir, **options)
+        source = replace(source, path=builder_name, name=None, data_files=source.path)
+    builder = datasets.load_dataset_builder(
+        source.path, source.name, source.data_dir, source.data_files
+    )
     files_by_split = builder.config.data_files or {}
     if path.is_dir() and not source.data_files:
         _check_within(path / (source.data_dir or ""), chain.from_iterable(files_by_split.values()))
