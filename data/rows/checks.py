@@ -256,9 +256,9 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
     encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
-    ids_by_piece = {}
-    for piece, encoding in zip(distinct_pieces, encodings, strict=True):
-        ids_by_piece[piece] = encoding.ids
+    ids_by_piece = {
+        piece: encoding.ids for piece, encoding in zip(distinct_pieces, encodings, strict=True)
+    }
     return [
         list(chain.from_iterable(map(ids_by_piece.__getitem__, pieces)))
         for pieces in pieces_by_text
@@ -455,9 +455,8 @@ def log_unused_and_changed(
     Unused columns are logged as information, unless one looks as if it should be used.
     """
     for title, text in unused_and_changed(left_out, changed).items():
-        level = logging.WARNING
-        if title == NOT_USED and not any(map(looks_like, left_out)):
-            level = logging.INFO
+        is_quiet = title == NOT_USED and not any(map(looks_like, left_out))
+        level = logging.INFO if is_quiet else logging.WARNING
         logger.log(level, f"{name}: {title}: {text}")
 
 

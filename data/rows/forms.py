@@ -7,7 +7,6 @@ docs/data.md has examples of the forms.
 import re
 import shlex
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -214,7 +213,7 @@ def read_row(raw: Any) -> Row:
         left_out += turn.left_out
     left_out += unread_keys(raw, {*question.columns, *map(aliases.get, question.columns)})
     turns, turn_changes = alternating(turns)
-    turns = place_images(turns, images)
+    place_images(turns, images)
     return Row(
         form=form.question or form.answer or "image",
         messages=[{"role": turn.role, "content": turn.content} for turn in turns],
@@ -257,8 +256,9 @@ def _read_turns(raw: Mapping, form: Form, question: Question) -> list[Turn]:
     if form.question and not form.answer:
         turns = read_turns(question.prompt, form.question, None)
     else:
-        prompt_turns = read_turns(question.prompt, form.question or "", "user")
-        turns = [replace(turn, learned=False) for turn in prompt_turns]
+        turns = read_turns(question.prompt, form.question or "", "user")
+        for turn in turns:
+            turn.learned = False
         if question.answer is not None:
             turns += read_turns(question.answer, str(form.answer), "assistant")
     _check_texts(turns, raw, form)

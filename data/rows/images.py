@@ -90,13 +90,9 @@ class ImageRules:
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # its file may change
         is_mapping = isinstance(value, Mapping)
-        fields = {"path": value}
-        if is_mapping:
-            fields = value
-        elif isinstance(value, bytes):
-            fields = {"bytes": value}
-        path = fields.get("path")
-        content = fields.get("bytes")
+        fields = value if is_mapping else {}
+        path = fields.get("path") if is_mapping else value
+        content = value if isinstance(value, bytes) else fields.get("bytes")
         if content is None and isinstance(path, str):
             content = _from_base64(path)
         if isinstance(content, bytes):

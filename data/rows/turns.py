@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, TypeAlias
 
@@ -120,9 +120,8 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
 
     Raises ValueError if it is neither, or has an unknown role.
     """
-    fields = {}
-    if isinstance(element, Mapping):
-        fields = {key: value for key, value in element.items() if value is not None}
+    items = element.items() if isinstance(element, Mapping) else ()
+    fields = {key: value for key, value in items if value is not None}
     roles_by_key = _roles_by_key(fields)
     if not roles_by_key:
         raise ValueError(
@@ -178,7 +177,7 @@ def _read_other_keys(
     read_keys = {"from", "role", *text_keys}
     for images_key in ("images", "image"):
         if not is_empty(fields.get(images_key)):
-            turns[:1] = place_images(turns[:1], as_list(fields[images_key]))
+            place_images(turns[:1], as_list(fields[images_key]))
             read_keys.add(images_key)
             break
     system = fields.get("system")
@@ -299,13 +298,12 @@ def image_parts(turns: list[Turn]) -> list[Part]:
     return parts
 
 
-def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
-    """Returns the turns with each image in an image part that has none yet, in order.
+def place_images(turns: list[Turn], images: Sequence[Any]) -> None:
+    """Puts each image in an image part of the turns that has none yet, in order.
 
     Without any image parts, the images come first in the first turn of the user. Raises ValueError
     if the images do not fit the parts.
     """
-    turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
     if not image_parts(turns):
         for turn in turns:
             if turn.role == "user":
@@ -320,7 +318,6 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
         part["image"] = images[image_number]
-    return turns
 
 
 def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
@@ -339,11 +336,11 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     joined_turns: list[Turn] = []
     for turn in turns:
         if joined_turns and turn.role == joined_turns[-1].role == "user":
-            first = joined_turns[-1].content
-            second = turn.content
-            types_beside = [part["type"] for part in first[-1:] + second[:1]]
-            line_break = [text_part("\n")] if types_beside == ["text", "text"] else []
-            joined_turns[-1] = replace(turn, content=[*first, *line_break, *second])
+            content = joined_turns[-1].content
+            types_beside = [part["type"] for part in content[-1:] + turn.content[:1]]
+            if types_beside == ["text", "text"]:
+                content.append(text_part("\n"))
+            content.extend(turn.content)
         else:
             joined_turns.append(turn)
     if len(joined_turns) < len(turns):

@@ -52,14 +52,19 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
         files: Paths of files with the suffixes in `READERS`.
         streaming: Whether rows are read only when they are needed.
     """
-    # A tuple, since each element of a list would be a shard.
-    options: dict[str, Any] = {"features": ROWS, "gen_kwargs": {"files": files}}
+    arguments = {"files": files}  # a tuple, since each element of a list would be a shard
     if streaming:
-        return IterableDataset.from_generator(_rows, **options)
+        return IterableDataset.from_generator(_rows, ROWS, arguments)
     versions = [(file, os.path.getsize(file), os.stat(file).st_mtime_ns) for file in files]
-    options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
-    try:  # few rows wait in memory to be written, since they may have images in base64
-        return Dataset.from_generator(_rows, writer_batch_size=200, **options)
+    fingerprint = Hasher.hash([versions, Path(__file__).read_bytes()])
+    try:
+        return Dataset.from_generator(
+            _rows,
+            ROWS,
+            gen_kwargs=arguments,
+            fingerprint=fingerprint,
+            writer_batch_size=200,  # few wait in memory, since they may have images in base64
+        )
     except ValueError:  # `datasets` raises it without rows, and wraps errors of `_rows`
         return Dataset.from_dict({column: [] for column in ROWS}, features=ROWS)
 
@@ -75,10 +80,11 @@ def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         for number, json_text in enumerate(READERS[path.suffix.lower()](file)):
             content = row_of_json(json_text) if path.stem == METADATA else None
             if isinstance(content, dict):
-                own_columns = {}
-                for own_column, known in (("file_name", "image"), ("file_names", "images")):
-                    if own_column in content and is_empty(content.get(known)):
-                        own_columns[known] = own_column
+                own_columns = {
+                    known: own_column
+                    for own_column, known in (("file_name", "image"), ("file_names", "images"))
+                    if own_column in content and is_empty(content.get(known))
+                }
                 json_text = json.dumps(renamed(content, own_columns))
             yield {"file": file, "number": number, "json": json_text, "images": None}
 

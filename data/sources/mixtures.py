@@ -254,9 +254,10 @@ def _mix_tables(
         tables.append(checked.table)
         reports.append(checked.report)
     row_counts = list(map(len, tables))
-    names = [source.name for source in sources]
     repeats = [source.repeat for source in sources]
-    warning = _warning_of_unused_rows(names, row_counts, repeats, fractions)
+    warning = _warning_of_unused_rows(
+        [source.name for source in sources], row_counts, repeats, fractions
+    )
     if warning:
         logger.warning(warning)
     used_counts = _counts_of_mixture(row_counts, repeats, fractions)
@@ -323,10 +324,8 @@ def _no_row_left(name: str, checks: Checks) -> str:
 
 def is_prepared(data: AnyData) -> bool:
     """Returns whether [`prepare_rows`] or [`load_data`] returned these rows."""
-    transform = None
-    if isinstance(data, Dataset):
-        transform = data.format["format_kwargs"].get("transform")
-    return data.features == FEATURES or isinstance(transform, RowReader)
+    kwargs = data.format["format_kwargs"] if isinstance(data, Dataset) else {}
+    return data.features == FEATURES or isinstance(kwargs.get("transform"), RowReader)
 
 
 def _counts_of_mixture(

@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 
-from ..rows import checks as row_checks
-from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows, warn_once
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    SourceReport,
+    check_images_are_read,
+    check_share,
+    parse_rows,
+    share_of_bad_rows,
+    warn_of_captions,
+    warn_once,
+)
 from ..rows.forms import looks_like
 from ..rows.images import Problem, image_problem
 from ..rows.parse import FEATURES, DroppedRow, ParsedRow
@@ -132,7 +141,7 @@ def has_images(source: Source, checks: Checks) -> bool:
     rows = list(_checked_rows(source, checks, _FIRST))
     image_count = sum(row["image_count"] for row in rows)
     unread_counts = Counter(row["unread"] for row in rows if row["unread"])
-    row_checks.check_images_are_read(source.name, len(rows), image_count, unread_counts)
+    check_images_are_read(source.name, len(rows), image_count, unread_counts)
     return image_count > 0
 
 
@@ -157,15 +166,15 @@ def _checked_rows(source: Source, checks: Checks, first: int | None = None) -> I
             # If all may be bad, a list of them would grow for ever.
             if allowed_share < 1 or first:
                 bad_rows.append(dropped)
-            row_checks.check_share(source, bad_rows, max(number, MANY_ROWS), allowed_share)
+            check_share(source, bad_rows, max(number, MANY_ROWS), allowed_share)
         if not dropped:
-            row_checks.warn_of_captions(source.name, [row["form"]])
+            warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
     # The first rows are a sample. By chance it may have a larger share of bad rows than the whole.
     deviations = -3 if number == first else 0
-    row_checks.check_share(source, bad_rows, number, allowed_share, deviations)
+    check_share(source, bad_rows, number, allowed_share, deviations)
 
 
 def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[ParsedRow]:

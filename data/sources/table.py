@@ -20,8 +20,21 @@ from filelock import FileLock
 from transformers import LlavaProcessor
 
 from ...assembly import chat_template
-from ..rows import checks as row_checks
-from ..rows.checks import MANY_ROWS, Checks, SourceReport, tokens_per_image
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    SourceReport,
+    by_kind,
+    check_images_are_read,
+    check_share,
+    image_problems,
+    parse_rows,
+    share_of_bad_rows,
+    tokens_per_image,
+    too_many,
+    unopened_image_problems,
+    warn_of_captions,
+)
 from ..rows.forms import image_name
 from ..rows.images import Problem
 from ..rows.parse import DroppedRow, control_tokens, parse_row
@@ -110,10 +123,8 @@ def require_valid_table(reader: RowReader, part: int, checks: Checks, split: str
     checked = sift_rows(all_rows(source, part, checks), reader, source, checks, split)
     require_valid_rows(checked, source, checks)
     report = checked.report
-    row_checks.warn_of_captions(source.name, report.forms)
-    row_checks.check_images_are_read(
-        source.name, len(checked.table), report.images or 0, report.unread
-    )
+    warn_of_captions(source.name, report.forms)
+    check_images_are_read(source.name, len(checked.table), report.images or 0, report.unread)
     return checked
 
 
@@ -136,14 +147,14 @@ def require_valid_rows(checked: CheckedTable, source: Source, checks: Checks) ->
     report = checked.report
     row_count = len(checked.table) + len(report.dropped)
     bad_rows = [row for row in report.dropped if row.tokens is None]
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, row_count)
-    row_checks.check_share(source, bad_rows, row_count, allowed_share)
+    allowed_share = share_of_bad_rows(checks.bad_rows, source, row_count)
+    check_share(source, bad_rows, row_count, allowed_share)
     if not len(checked.table):
         message = (
             f"{source.name}: no row is left. {row_count} rows, {report.bad} bad, "
             f"{report.too_long} longer than max_length {checks.max_length}."
         )
-        raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
+        raise ValueError("\n".join([message, *by_kind(report.dropped, 5)]))
 
 
 def sift_rows(
@@ -168,18 +179,18 @@ def sift_rows(
     Returns:
         The valid rows, and counts of all rows by what became of them.
     """
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    allowed_share = share_of_bad_rows(checks.bad_rows, source, len(table))
     sampled_share = 0.0 if split != "train" or checks.check_images else allowed_share
     is_refused = pc.is_valid(_column(table, "reason")).to_numpy()
     has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
     opened_numbers = np.flatnonzero(has_images & ~is_refused)
-    image_problems = _image_problems(opened_numbers, table, reader, source, sampled_share)
+    problems = _image_problems(opened_numbers, table, reader, source, sampled_share)
     bad_rows = {}
-    for number in sorted({*np.flatnonzero(is_refused).tolist(), *image_problems}):
+    for number in sorted({*np.flatnonzero(is_refused).tolist(), *problems}):
         row = table[number]
         problem = (row["file"], row["reason"])
         if row["reason"] is None:
-            problem = image_problems[number]
+            problem = problems[number]
         bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
     long_rows = {}
     if checks.max_length is not None:
@@ -229,10 +240,10 @@ def _image_problems(
     generator = np.random.default_rng(0)
     sampled_numbers = np.sort(generator.choice(row_numbers, MANY_ROWS, replace=False))
     problems = _problems_of_opened(sampled_numbers, table, reader, source)
-    if row_checks.too_many(len(problems), MANY_ROWS, share, deviations=3):
+    if too_many(len(problems), MANY_ROWS, share, deviations=3):
         other_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
         return problems | _problems_of_opened(other_numbers, table, reader, source)
-    return row_checks.unopened_image_problems(table["paths"], source.rules) | problems
+    return unopened_image_problems(table["paths"], source.rules) | problems
 
 
 def _problems_of_opened(
@@ -240,7 +251,7 @@ def _problems_of_opened(
 ) -> dict[int, Problem]:
     """Opens the images of the rows of these numbers."""
     opened_rows = rows_on_access(table.select(row_numbers), reader)
-    problems = row_checks.image_problems(opened_rows, source.name, source.rules)
+    problems = image_problems(opened_rows, source.name, source.rules)
     return {int(row_numbers[position]): problem for position, problem in problems.items()}
 
 
@@ -342,7 +353,7 @@ def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[
     """Parses a chunk of rows, and returns the columns of the table for them."""
     (start,) = chunk["start"]
     row_numbers = range(len(data.data))[start : start + CHUNK]
-    rows = row_checks.parse_rows(data.rows_at(row_numbers), data.rules, processor)
+    rows = parse_rows(data.rows_at(row_numbers), data.rules, processor)
     for index, row in enumerate(rows, start):
         row["index"] = index
         if row["reason"] is None:
