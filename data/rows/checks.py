@@ -462,10 +462,10 @@ def log_unused_and_changed(
 
 def counted(rows: Mapping[str, int]) -> str:
     """Returns numbers of rows, most first: "tools (12 rows), history (1 row)"."""
-    descriptions = []
-    for name, row_count in sorted(rows.items(), key=lambda item: -item[1]):
-        row_unit = "row" if row_count == 1 else "rows"
-        descriptions.append(f"{name} ({row_count:,} {row_unit})")
+    descriptions = [
+        f"{name} ({row_count:,} row{'' if row_count == 1 else 's'})"
+        for name, row_count in Counter(rows).most_common()
+    ]
     return ", ".join(descriptions)
 
 
@@ -486,8 +486,7 @@ def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None =
     for similar in list(kinds.values())[:most]:
         kind_line = f"  {similar[0]}"
         if len(similar) > 1:
-            prefix = "all " if len(similar) == total else ""
-            kind_line += f" ({prefix}{len(similar):,} rows)"
+            kind_line += f" ({'all ' if len(similar) == total else ''}{len(similar):,} rows)"
         kind_lines.append(kind_line)
         unlisted -= len(similar)
     if unlisted:

@@ -204,9 +204,10 @@ def read_row(raw: Any) -> Row:
             aliases[known_column] = alias
             named[known_column] = raw[alias]
     images = _read_images(named)
-    form = _form(named, has_images=bool(images))
+    has_images = bool(images)
+    form = _form(named, has_images)
     question = _read_question(named, form, aliases)
-    _check_columns(named, has_images=bool(images))
+    _check_columns(named, has_images)
     turns = _read_turns(named, form, question)
     left_out = []
     for turn in turns:

@@ -90,9 +90,11 @@ class ImageRules:
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # its file may change
         is_mapping = isinstance(value, Mapping)
-        fields = value if is_mapping else {}
-        path = fields.get("path") if is_mapping else value
-        content = value if isinstance(value, bytes) else fields.get("bytes")
+        path = value
+        content = value if isinstance(value, bytes) else None
+        if is_mapping:
+            path = value.get("path")
+            content = value.get("bytes")
         if content is None and isinstance(path, str):
             content = _from_base64(path)
         if isinstance(content, bytes):

@@ -331,7 +331,7 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     changes = []
     start = 1 if turns and turns[0].role == "system" else 0
     if len(turns) > start + 1 and turns[start].role == "assistant":
-        turns = turns[:start] + turns[start + 1 :]
+        del turns[start]
         changes.append("a leading assistant turn is left out")
     joined_turns: list[Turn] = []
     for turn in turns:

@@ -297,8 +297,7 @@ def _json_lines(file: str) -> Iterator[str]:
     # The escape that an invalid byte becomes is not valid in JSON.
     with open(file, encoding=encoding, errors="backslashreplace", newline="\n") as lines:
         # A file may be several files in one, each with a mark at its beginning.
-        texts = (line.strip().removeprefix("\ufeff") for line in lines)
-        json_lines = filter(None, texts)
+        json_lines = filter(None, (line.strip().removeprefix("\ufeff") for line in lines))
         first_line = next(json_lines, "")
         is_json = first_line in ("{", "[") or first_line.startswith("[{")
         if is_json and encoding == "utf-8":

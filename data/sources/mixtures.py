@@ -285,9 +285,11 @@ def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedR
     Raises ValueError as [`require_valid_table`] and [`has_images`] do.
     """
     if isinstance(source.data, IterableDataset):
-        rows = stream(valid_rows, source=source, checks=checks)
-        reports = [stream_report(source, checks, split)]
-        return _PreparedRows(rows, reports, has_images(source, checks))
+        return _PreparedRows(
+            stream(valid_rows, source=source, checks=checks),
+            [stream_report(source, checks, split)],
+            has_images(source, checks),
+        )
     reader = RowReader((source,))
     checked = require_valid_table(reader, 0, checks, split)
     return _PreparedRows(rows_on_access(checked.table, reader), [checked.report])

@@ -90,7 +90,7 @@ def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]
     unfinished_sources = []
     for source in sources:
         # These are generators, so nothing is read yet.
-        passes = [valid_rows(source, checks) for _ in range(source.repeat)]
+        passes = starmap(valid_rows, repeat((source, checks), source.repeat))
         unfinished_sources.append(chain.from_iterable(passes))
     while unfinished_sources:
         for rows in tuple(unfinished_sources):

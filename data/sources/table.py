@@ -183,8 +183,9 @@ def sift_rows(
     sampled_share = 0.0 if split != "train" or checks.check_images else allowed_share
     is_refused = pc.is_valid(_column(table, "reason")).to_numpy()
     has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
-    opened_numbers = np.flatnonzero(has_images & ~is_refused)
-    problems = _image_problems(opened_numbers, table, reader, source, sampled_share)
+    problems = _image_problems(
+        np.flatnonzero(has_images & ~is_refused), table, reader, source, sampled_share
+    )
     bad_rows = {}
     for number in sorted({*np.flatnonzero(is_refused).tolist(), *problems}):
         row = table[number]
