@@ -174,7 +174,7 @@ def prepare_rows(
     """
     if not is_prepared(data):
         prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
-    else:
+    else:  # they were checked before; only rows that are too long for `checks` are dropped
         report = SourceReport(name, split)
         if isinstance(data, Dataset):
             facts = data.with_format(None).select_columns(["source", "row", "length"])

@@ -180,6 +180,7 @@ def sift_rows(
         The valid rows, and counts of all rows by what became of them.
     """
     allowed_share = share_of_bad_rows(checks.bad_rows, source, len(table))
+    # Of a sample of the images, or 0 if all are opened.
     sampled_share = 0.0 if split != "train" or checks.check_images else allowed_share
     is_refused = pc.is_valid(_column(table, "reason")).to_numpy()
     has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
@@ -196,7 +197,9 @@ def sift_rows(
     long_rows = {}
     if checks.max_length is not None:
         is_long = pc.greater(_column(table, "length"), checks.max_length)
-        long_numbers = [row for row in np.flatnonzero(is_long).tolist() if row not in bad_rows]
+        long_numbers = [
+            number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows
+        ]
         table_rows = table.select(long_numbers)
         stored_rows = source.rows_at(table_rows["index"][:])
         for number, row, stored_row in zip(long_numbers, table_rows, stored_rows, strict=True):
