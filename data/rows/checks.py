@@ -120,8 +120,7 @@ def share_of_bad_rows(
         return 1.0
     if option is not None:
         return float(option)
-    has_many_rows = rows is not None and rows > MANY_ROWS
-    return DEFAULT_SHARE if source.rules.hub or has_many_rows else 0.0
+    return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
 
 
 def check_share(
@@ -136,8 +135,7 @@ def check_share(
         share: The share of them that may be bad.
         deviations: See [`too_many`].
     """
-    all_are_bad = rows > 0 and len(bad) == rows
-    if all_are_bad or too_many(len(bad), rows, share, deviations):
+    if 0 < rows == len(bad) or too_many(len(bad), rows, share, deviations):
         raise BadRow(bad_rows_message(source, bad, rows, share=share))
 
 
@@ -170,51 +168,43 @@ def parse_rows(
         processor: Counts tokens, and refuses texts with control tokens. None for neither.
 
     Returns:
-        The rows with the columns of [`parse_row`] and of [`_parse`]. A row that cannot be trained
-        on has a `reason`.
+        The rows with the columns of [`parse_row`], their sources, their numbers, and facts about
+        their images. If a row cannot be trained on, `reason` says why. If it cannot be parsed, the
+        columns of [`parse_row`] are empty.
     """
     token_options: dict[str, Any] = {}
     if processor:
         token_options["image_token"] = processor.image_token
         token_options["control_tokens"] = control_tokens(processor.tokenizer)
-    rows = [_parse(source, number, raw, rules, token_options) for source, number, raw in stored]
+    rows = []
+    for source, number, raw in stored:
+        row: ParsedRow = {
+            **vars(Row("", [], [], [], {}, [], [], [])),
+            "source": source,
+            "row": number,
+            "file": image_name(raw),
+            "reason": None,
+            "length": 0,
+        }
+        try:
+            row.update(parse_row(raw, rules, **token_options))
+        except ValueError as error:
+            row["reason"] = printable(str(error))
+        images = row["images"]
+        unread = None if images else unread_image(raw, row["messages"])
+        row["image_count"] = len(images)
+        row["paths"] = [image["path"] for image in images if image["bytes"] is None]
+        row["unread"] = unread
+        row["left_out"] = [name for name in row["left_out"] if f"column {name}" != unread]
+        if row["reason"] and unread:
+            row["reason"] += f"; the {unread} looks like an image and is not read"
+        rows.append(row)
     if processor:
-        parsed_rows = [parsed_row for parsed_row in rows if parsed_row["reason"] is None]
-        lengths = token_lengths(processor, parsed_rows)
-        for parsed_row, length in zip(parsed_rows, lengths, strict=True):
+        parsed_rows = [row for row in rows if row["reason"] is None]
+        for row, length in zip(parsed_rows, token_lengths(processor, parsed_rows), strict=True):
             result_column = "reason" if isinstance(length, str) else "length"
-            parsed_row[result_column] = length
+            row[result_column] = length
     return rows
-
-
-def _parse(
-    source: str, number: int, raw: Any, rules: ImageRules, token_options: Mapping[str, Any]
-) -> ParsedRow:
-    """Returns a parsed row with its source, its number, and facts about its images.
-
-    If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
-    """
-    row: ParsedRow = {
-        **vars(Row("", [], [], [], {}, [], [], [])),
-        "source": source,
-        "row": number,
-        "file": image_name(raw),
-        "reason": None,
-        "length": 0,
-    }
-    try:
-        row.update(parse_row(raw, rules, **token_options))
-    except ValueError as error:
-        row["reason"] = printable(str(error))
-    images = row["images"]
-    unread = None if images else unread_image(raw, row["messages"])
-    row["image_count"] = len(images)
-    row["paths"] = [image["path"] for image in images if image["bytes"] is None]
-    row["unread"] = unread
-    row["left_out"] = [name for name in row["left_out"] if f"column {name}" != unread]
-    if row["reason"] and unread:
-        row["reason"] += f"; the {unread} looks like an image and is not read"
-    return row
 
 
 def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int | str]:
@@ -237,8 +227,9 @@ def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int 
         if place_count == image_count:
             results.append(len(tokens) + image_count * added_by_image)
         else:
-            found_tokens = f"{place_count} image tokens for {image_count} images"
-            results.append(f"the chat template prints {found_tokens}")
+            results.append(
+                f"the chat template prints {place_count} image tokens for {image_count} images"
+            )
     return results
 
 
@@ -257,7 +248,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     dividing_pattern = any_of(dividing_tokens)
     pieces_by_text = []
     for text in texts:
-        token_starts = [match.start() for match in dividing_pattern.finditer(text)]
+        token_starts = (match.start() for match in dividing_pattern.finditer(text))
         boundaries = [0, *token_starts, len(text)]
         pieces_by_text.append([text[start:end] for start, end in pairwise(boundaries)])
     distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
@@ -265,37 +256,29 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
     encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
-    encoding_by_piece = dict(zip(distinct_pieces, encodings, strict=True))
-    ids_by_text = []
-    for pieces in pieces_by_text:
-        token_ids: list[int] = []
-        for piece in pieces:
-            token_ids += encoding_by_piece[piece].ids
-        ids_by_text.append(token_ids)
-    return ids_by_text
+    ids_by_piece = {
+        piece: encoding.ids for piece, encoding in zip(distinct_pieces, encodings, strict=True)
+    }
+    return [
+        list(chain.from_iterable(map(ids_by_piece.__getitem__, pieces)))
+        for pieces in pieces_by_text
+    ]
 
 
 def rendered(
     processor: LlavaProcessor, conversations: list[list[Message]]
 ) -> list[str | Exception]:
     """Returns the text of each conversation, or the error of a template that refuses it."""
-    if not conversations:
-        return []
-    joined_messages = []
+    results: list[str | Exception] = []
     for messages in conversations:
         template, joined_parts = without_preamble(
             processor.chat_template, messages, processor.image_token
         )
-        joined_messages.append(joined_parts)
-    template_options: Any = {"chat_template": template, "tokenize": False}
-    try:
-        return processor.tokenizer.apply_chat_template(joined_messages, **template_options)
-    except Exception as error:  # a template may raise any
-        if len(conversations) == 1:
-            return [error]
-    results: list[str | Exception] = []
-    for messages in conversations:
-        results += rendered(processor, [messages])
+        options: Any = {"chat_template": template, "tokenize": False}
+        try:
+            results.append(processor.tokenizer.apply_chat_template(joined_parts, **options))
+        except Exception as error:  # a template may raise any
+            results.append(error)
     return results
 
 
@@ -318,8 +301,7 @@ def image_problems(rows: Dataset, name: str, rules: ImageRules) -> dict[int, Pro
 
     def find_problems(numbers: range) -> list[tuple[int, Problem]]:
         row_problems = []
-        images_by_row = rows[numbers]["images"]
-        for row_number, row_images in zip(numbers, images_by_row, strict=True):
+        for row_number, row_images in enumerate(rows[numbers]["images"], numbers.start):
             row_problem = image_problem(row_images, rules)
             if row_problem:
                 row_problems.append((row_number, row_problem))
@@ -355,14 +337,13 @@ def unopened_image_problems(paths: Sequence[list[str]], rules: ImageRules) -> di
     images_by_folder = Counter[str]()
     for numbers in chunks:
         for path in chain.from_iterable(paths[numbers.start : numbers.stop]):
-            folder = path.rpartition("/")[0]
-            images_by_folder[folder] += 1
+            images_by_folder[path.rpartition("/")[0]] += 1
     plain_files = PlainFiles(images_by_folder, rules)
     problems: list[tuple[int, Problem]] = []
     for numbers in chunks:
         paths_by_row = paths[numbers.start : numbers.stop]
         other_paths = plain_files.missing(list(chain.from_iterable(paths_by_row)))
-        for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
+        for row_number, row_paths in enumerate(paths_by_row, numbers.start):
             images = [{"path": path, "bytes": None} for path in row_paths if path in other_paths]
             row_problem = image_problem(images, rules, decode=False)
             if row_problem:
@@ -433,8 +414,10 @@ def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, i
 def warn_of_captions(name: str, forms: Iterable[str]) -> None:
     """Warns once that captions are trained as answers to a fixed question, if there are any."""
     if not {"caption", "text"}.isdisjoint(forms):
-        other_questions = "For other questions, give question and answer."
-        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other_questions}")
+        warn_once(
+            f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give "
+            "question and answer."
+        )
 
 
 def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
@@ -459,11 +442,7 @@ def unused_and_changed(left_out: Mapping[str, int], changed: Mapping[str, int]) 
             columns_about_rows.append(column_name)
         else:
             other_columns[column_name] = row_count
-    column_texts = [
-        counted(likely_columns),
-        counted(other_columns),
-        ", ".join(columns_about_rows),
-    ]
+    column_texts = [counted(likely_columns), counted(other_columns), ", ".join(columns_about_rows)]
     texts = {NOT_USED: ", ".join(filter(None, column_texts)), "note": counted(changed)}
     return {title: text for title, text in texts.items() if text}
 
@@ -476,19 +455,17 @@ def log_unused_and_changed(
     Unused columns are logged as information, unless one looks as if it should be used.
     """
     for title, text in unused_and_changed(left_out, changed).items():
-        level = logging.WARNING
-        is_quiet = not any(map(looks_like, left_out))
-        if title == NOT_USED and is_quiet:
-            level = logging.INFO
+        is_quiet = title == NOT_USED and not any(map(looks_like, left_out))
+        level = logging.INFO if is_quiet else logging.WARNING
         logger.log(level, f"{name}: {title}: {text}")
 
 
 def counted(rows: Mapping[str, int]) -> str:
     """Returns numbers of rows, most first: "tools (12 rows), history (1 row)"."""
-    descriptions = []
-    for name, row_count in sorted(rows.items(), key=lambda item: -item[1]):
-        row_unit = "row" if row_count == 1 else "rows"
-        descriptions.append(f"{name} ({row_count:,} {row_unit})")
+    descriptions = [
+        f"{name} ({row_count:,} row{'' if row_count == 1 else 's'})"
+        for name, row_count in Counter(rows).most_common()
+    ]
     return ", ".join(descriptions)
 
 
@@ -502,16 +479,14 @@ def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None =
     """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
-        bare_reason = row.reason.replace(row.file or "", "")
-        reason_kind = (row.source, _VALUES.sub("", bare_reason))
-        kinds.setdefault(reason_kind, []).append(row)
+        bare_reason = _VALUES.sub("", row.reason.replace(row.file or "", ""))
+        kinds.setdefault((row.source, bare_reason), []).append(row)
     kind_lines = []
     unlisted = len(rows)
     for similar in list(kinds.values())[:most]:
         kind_line = f"  {similar[0]}"
         if len(similar) > 1:
-            prefix = "all " if len(similar) == total else ""
-            kind_line += f" ({prefix}{len(similar):,} rows)"
+            kind_line += f" ({'all ' if len(similar) == total else ''}{len(similar):,} rows)"
         kind_lines.append(kind_line)
         unlisted -= len(similar)
     if unlisted:

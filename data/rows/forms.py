@@ -6,8 +6,7 @@ docs/data.md has examples of the forms.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Container, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -197,84 +196,84 @@ def read_row(raw: Any) -> Row:
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    aliases = _aliases(raw)
+    aliases: dict[str | None, str] = {}  # the row's own names of columns, by known name
     named = dict(raw)
-    for known_column, alias in aliases.items():
-        named[known_column] = raw[alias]
+    for alias in raw:
+        known_column = ALIASES.get(alias)
+        if known_column is not None and is_empty(raw.get(known_column)):
+            aliases[known_column] = alias
+            named[known_column] = raw[alias]
     images = _read_images(named)
-    form = _form(named, has_images=bool(images))
+    has_images = bool(images)
+    form = _form(named, has_images)
     question = _read_question(named, form, aliases)
-    answer, accepted, notes = _learned_answer(question, form)
-    turns = _read_turns(question.prompt, answer, form)
+    _check_columns(named, has_images)
+    turns = _read_turns(named, form, question)
     left_out = []
     for turn in turns:
         left_out += turn.left_out
-    read_aliases = {aliases[column] for column in aliases.keys() & question.columns}
-    left_out += unread_keys(raw, question.columns | read_aliases)
-    _check_columns(named, has_images=bool(images))
-    _check_marks(turns)
-    _check_caption(named, form)
-    turns, turn_changes = alternating(_with_system(turns, named.get("system")))
-    turns = place_images(turns, images)
+    left_out += unread_keys(raw, {*question.columns, *map(aliases.get, question.columns)})
+    turns, turn_changes = alternating(turns)
+    place_images(turns, images)
     return Row(
         form=form.question or form.answer or "image",
         messages=[{"role": turn.role, "content": turn.content} for turn in turns],
         images=[part["image"] for part in image_parts(turns)],
         learned=[turn.learned for turn in turns if turn.role == "assistant"],
         options=question.options,
-        accepted=accepted,
+        accepted=question.accepted,
         left_out=list(dict.fromkeys(left_out)),
-        changed=notes + turn_changes,
+        changed=question.notes + turn_changes,
     )
 
 
-def _aliases(raw: Mapping) -> dict[str, str]:
-    """Returns the row's own names of columns in `ALIASES`, by known name."""
-    aliases = {}
-    for alias in raw:
-        known_column = ALIASES.get(alias)
-        if known_column is not None and is_empty(raw.get(known_column)):
-            aliases[known_column] = alias
-    return aliases
-
-
-def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Question:
-    """Returns the question and answer of a row of any form, with the columns that are read."""
-    columns = frozenset((*form, "image", "images", "system"))
+def _read_question(raw: Mapping, form: Form, aliases: Container) -> Question:
+    """Returns the question of a row of any form. Its answer is the one that is learned."""
     if form.question == "question":
         question = read_question(raw)
-        return replace(question, columns=question.columns | columns)
-    prompt = raw[form.question] if form.question else PROMPT
-    answer = raw.get(form.answer)
+    else:
+        prompt = raw[form.question] if form.question else PROMPT
+        question = Question(prompt, raw.get(form.answer))
+    question.columns.update((*form, "image", "images", "system"))
     if form.answer == "caption" and "caption" in aliases:
-        answer = parsed(answer)  # several, as the name says
-    return Question(prompt, answer, columns=columns)
-
-
-def _learned_answer(question: Question, form: Form) -> tuple[Any, list[str], list[str]]:
-    """Returns the answer that is learned, the right answers if there are several, and the notes."""
-    answer = question.answer
-    accepted = question.accepted
-    notes = []
-    several_answers = accepted_answers(answer)
+        question.answer = parsed(question.answer)  # several, as the name says
+    several_answers = accepted_answers(question.answer)
     if several_answers:
-        accepted = several_answers
-        answer = max(accepted, key=accepted.count)  # the first of equals
-        if len(set(accepted)) > 1:
-            notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
-    elif _is_text_of_list(answer):
-        notes.append(_LIST_OF_ANSWERS if form.question else _LIST_OF_CAPTIONS)
-    return answer, accepted, notes
+        question.accepted = several_answers
+        question.answer = max(several_answers, key=several_answers.count)  # the first of equals
+        if len(set(several_answers)) > 1:
+            question.notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
+    elif _is_text_of_list(question.answer):
+        question.notes.append(_LIST_OF_ANSWERS if form.question else _LIST_OF_CAPTIONS)
+    return question
 
 
-def _read_turns(prompt: Any, answer: Any, form: Form) -> list[Turn]:
-    """Returns the turns of a prompt and its answer, or of a list of turns without an answer."""
+def _read_turns(raw: Mapping, form: Form, question: Question) -> list[Turn]:
+    """Returns the turns of a row's question and answer, or of its list, and its system turn.
+
+    Raises ValueError if one of them cannot be read, as [`_check_texts`] does, or if the column
+    `system` does not hold a text, or differs from another system turn.
+    """
     if form.question and not form.answer:
-        return read_turns(prompt, form.question, None)
-    prompt_turns = read_turns(prompt, form.question or "", "user")
-    turns = [replace(turn, learned=False) for turn in prompt_turns]
-    if answer is not None:
-        turns += read_turns(answer, str(form.answer), "assistant")
+        turns = read_turns(question.prompt, form.question, None)
+    else:
+        turns = read_turns(question.prompt, form.question or "", "user")
+        for turn in turns:
+            turn.learned = False
+        if question.answer is not None:
+            turns += read_turns(question.answer, str(form.answer), "assistant")
+    _check_texts(turns, raw, form)
+    system = raw.get("system")
+    if not is_empty(system):
+        system_turn = Turn("system", [text_part(system)])
+        has_system = bool(turns) and turns[0].role == "system"
+        has_other_system = has_system and turns[0].content != system_turn.content
+        if has_other_system or not isinstance(system, str):
+            raise ValueError(
+                "its column system is not text, or differs from its system turn; use one"
+            )
+        if not has_system:
+            turns.insert(0, system_turn)
     return turns
 
 
@@ -282,21 +281,12 @@ def image_name(raw: Any) -> str | None:
     """Returns the name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
         return None
-    image = _first(raw.get("images") or raw.get("image"))
+    image: Any = raw.get("images") or raw.get("image")
+    image = next(iter(as_list(image)), image)
     if isinstance(image, Mapping):
         image = image.get("path")
-    if not isinstance(image, str) or image.startswith("data:"):
-        return None
-    if not 0 < len(image) <= MAX_PATH:
-        return None
-    return printable(image)
-
-
-def _first(value: Any) -> Any:
-    """Returns the first element of a list that is not empty, and any other value unchanged."""
-    if isinstance(value, (list, tuple)) and value:
-        return value[0]
-    return value
+    is_name = isinstance(image, str) and not image.startswith("data:")
+    return printable(image) if is_name and 0 < len(image) <= MAX_PATH else None
 
 
 def filled_columns(raw: Mapping) -> str:
@@ -317,8 +307,7 @@ def _form(raw: Mapping, has_images: bool) -> Form:
         if form.question in present_columns and has_answer:
             return form
     for form in ROW_FORMS:
-        is_usable = form.question is not None or has_images
-        if is_usable and (form.question or form.answer) in present_columns:
+        if (form.question or has_images) and (form.question or form.answer) in present_columns:
             return form
     # An unknown column beside the images may be an unread question.
     if has_images and present_columns <= {"image", "images", "label"}:
@@ -340,31 +329,16 @@ def _read_images(raw: Mapping) -> list[Any]:
         images += as_list(parsed(raw[column]))
         for image_number, image in enumerate(images):
             if is_empty(image):
-                problem = f"{column} has nothing in place of image {image_number}"
-                raise ValueError(f"{problem}; leave it out")
+                raise ValueError(
+                    f"{column} has nothing in place of image {image_number}; leave it out"
+                )
     return images
 
 
 def _is_text_of_list(answer: Any) -> bool:
     """Whether an answer is a text that holds a list of texts, as tables store several answers."""
-    if not isinstance(answer, str) or not answer.startswith("["):
-        return False
-    return len(accepted_answers(parsed(answer))) > 0
-
-
-def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
-    """Returns the turns with a system turn from the column `system`, if it holds anything.
-
-    Raises ValueError if it does not hold a text, or if the turns have another system turn.
-    """
-    if is_empty(system):
-        return turns
-    system_turn = Turn("system", [text_part(system)])
-    has_system = bool(turns) and turns[0].role == "system"
-    has_other_system = has_system and turns[0].content != system_turn.content
-    if has_other_system or not isinstance(system, str):
-        raise ValueError("its column system is not text, or differs from its system turn; use one")
-    return turns if has_system else [system_turn, *turns]
+    may_be_list = isinstance(answer, str) and answer.startswith("[")
+    return may_be_list and len(accepted_answers(parsed(answer))) > 0
 
 
 def _check_columns(raw: Mapping, has_images: bool) -> None:
@@ -380,29 +354,32 @@ def _check_columns(raw: Mapping, has_images: bool) -> None:
             raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
 
 
-def _check_marks(turns: list[Turn]) -> None:
-    """Raises ValueError if a text has marks of videos, sounds or objects."""
+def _check_texts(turns: list[Turn], raw: Mapping, form: Form) -> None:
+    """Raises ValueError if a text has marks of videos, sounds or objects.
+
+    The same if the row's caption is JSON, or may be a question.
+    """
     for turn in turns:
         for part in turn.content:
             part_text = part.get("text") or ""
             # The expression is slow in texts without any mark.
             mark = "<" in part_text and _OTHER_MARKERS.search(part_text)
             if mark:
-                shown = mark[0].strip()
-                raise ValueError(f"it has {shown} in a text; such marks are not filled in")
-
-
-def _check_caption(raw: Mapping, form: Form) -> None:
-    """Raises ValueError if a row has a caption that is JSON, or that may be a question."""
+                raise ValueError(
+                    f"it has {mark[0].strip()} in a text; such marks are not filled in"
+                )
     if form.question or not form.answer:
         return
     caption = parsed(raw[form.answer])
     if isinstance(caption, Mapping):
-        caption_keys = ", ".join(map(str, caption))
-        raise ValueError(f"its {form.answer} is JSON, not a caption: {caption_keys}")
+        raise ValueError(
+            f"its {form.answer} is JSON, not a caption: {', '.join(map(str, caption))}"
+        )
     if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
-        remedy = "use --columns question=text, or else --columns caption=text"
-        raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
+        raise ValueError(
+            "it has question_id, so its text may be a question; use --columns question=text, or "
+            "else --columns caption=text"
+        )
 
 
 def is_row_metadata(name: str) -> bool:
@@ -442,8 +419,15 @@ def unread_image(raw: Any, messages: list[Message]) -> str | None:
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        has_name = bool(value) and not is_empty(value) and _IMAGE_COLUMN.search(str(column))
-        if has_name or (column != "id" and _looks_like_an_image(value)):
+        image = next(iter(as_list(value)), value)
+        if isinstance(image, Mapping):
+            image = image.get("bytes") or image.get("path") or image.get("url")
+        is_image = isinstance(image, (bytes, Image.Image))
+        if isinstance(image, str):
+            image_path = image.partition("?")[0].lower()
+            is_image = image.startswith("data:image/") or image_path.endswith(SUFFIXES)
+        has_name = value and not is_empty(value) and _IMAGE_COLUMN.search(str(column))
+        if has_name or (is_image and column != "id"):
             return f"column {str(column)[:80]}"
     return next((f"text {marker}" for marker in markers(messages)), None)
 
@@ -464,10 +448,11 @@ def columns_proposal(raw: Any) -> str:
     """Returns the end of an error: the option `--columns` that makes a row readable, if any."""
     if not isinstance(raw, Mapping):
         return ""
-    present_columns = {}
-    for column, value in raw.items():
-        if isinstance(column, str) and not is_empty(value):
-            present_columns[column.strip().lower()] = column
+    present_columns = {
+        column.strip().lower(): column
+        for column, value in raw.items()
+        if isinstance(column, str) and not is_empty(value)
+    }
     columns_option = ""
     stored_names = _readable_names(raw, present_columns)
     if stored_names:
@@ -484,24 +469,26 @@ def columns_proposal(raw: Any) -> str:
 def _readable_names(raw: Mapping, present_columns: Mapping[str, str]) -> dict[str, str]:
     """Returns the first names of columns that make a row readable, by known column.
 
-    The mapping is empty if no names do. `present_columns` maps the names of the row's columns in
-    lower case to the names themselves.
+    The row must then have a question, and an answer at the end. The mapping is empty if no names do
+    that. `present_columns` maps the names of the row's columns in lower case to these names.
     """
-    image_names = _image_names(present_columns)
+    image_names = {}
+    if {"image", "images"}.isdisjoint(present_columns.values()):
+        image_column = next(filter(present_columns.get, ("image", *_IMAGES)), None)
+        if image_column:
+            image_names["image"] = present_columns[image_column]
     for text_names in _text_names(raw, present_columns):
         names = image_names | text_names
         stored_names = {column: name for column, name in names.items() if column != name}
-        if stored_names and _is_readable(renamed(raw, stored_names)):
+        if not stored_names:
+            continue
+        try:
+            messages = read_row(renamed(raw, stored_names)).messages
+        except ValueError:
+            continue
+        roles = [message["role"] for message in messages]
+        if "user" in roles and roles[-1] == "assistant":
             return stored_names
-    return {}
-
-
-def _image_names(present_columns: Mapping[str, str]) -> dict[str, str]:
-    """Returns the possible name of the column `image`, if a row has no images by a known name."""
-    if {"image", "images"}.isdisjoint(present_columns.values()):
-        for column in ("image", *_IMAGES):
-            if column in present_columns:
-                return {"image": present_columns[column]}
     return {}
 
 
@@ -531,28 +518,7 @@ def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
         raw: A row.
         names: The row's name of each known column. Other columns of these names are left out.
     """
-    replaced_columns = {*names.keys(), *names.values()}
+    replaced_columns = {*names, *names.values()}
     other_columns = {name: raw[name] for name in raw if name not in replaced_columns}
     known_columns = {column: raw[name] for column, name in names.items() if name in raw}
     return other_columns | known_columns
-
-
-def _is_readable(raw: Mapping) -> bool:
-    """Whether a row can be read, and begins with a question that has an answer at the end."""
-    try:
-        parsed_row = read_row(raw)
-    except ValueError:
-        return False
-    roles = [message["role"] for message in parsed_row.messages]
-    return "user" in roles and roles[-1] == "assistant"
-
-
-def _looks_like_an_image(image: Any) -> bool:
-    """Whether a value, or the first in a list, is an image or has the path of one."""
-    image = _first(image)
-    if isinstance(image, Mapping):
-        image = image.get("bytes") or image.get("path") or image.get("url")
-    if not isinstance(image, str):
-        return isinstance(image, (bytes, Image.Image))
-    image_path = image.partition("?")[0].lower()
-    return image.startswith("data:image/") or image_path.endswith(SUFFIXES)

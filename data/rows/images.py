@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import datasets
@@ -91,21 +90,20 @@ class ImageRules:
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # its file may change
         is_mapping = isinstance(value, Mapping)
-        fields = {"path": value}
+        path = value
+        content = value if isinstance(value, bytes) else None
         if is_mapping:
-            fields = value
-        elif isinstance(value, bytes):
-            fields = {"bytes": value}
-        path = fields.get("path")
-        content = fields.get("bytes")
+            path = value.get("path")
+            content = value.get("bytes")
         if content is None and isinstance(path, str):
             content = _from_base64(path)
         if isinstance(content, bytes):
             # Without its name: `datasets` would read a file of that name in the working directory.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
-            kinds = "a path, bytes, or a mapping with either"
-            raise ValueError(f"an image must be {kinds}, got {short(value)}")
+            raise ValueError(
+                f"an image must be a path, bytes, or a mapping with either, got {short(value)}"
+            )
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(f"{short(path)} is neither a valid path nor an image file in base64")
         if path.startswith("~") and not self.archive:
@@ -124,14 +122,18 @@ class ImageRules:
         is_streamed = "://" in file
         if is_streamed or separator:
             is_known = by_datasets and _IN_ARCHIVE.fullmatch(archive)
-            if not is_known or (is_streamed and not self._is_of_hub(file)):
+            # In the Hub's data set, or in any one if no place is given.
+            hub_start = f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/"
+            is_of_hub = file.startswith(hub_start) and (self.hub or not self.folder)
+            if not is_known or (is_streamed and not is_of_hub):
                 raise ValueError(f"{short(path)} is an address; nothing is fetched: give a path")
         if is_streamed:
             return path
         if not os.path.isabs(file):
             if self.hub and not self.folder:
-                problem = "is a path in an unknown folder: set image_folder"
-                raise ValueError(f"the image {path} {problem}")
+                raise ValueError(
+                    f"the image {path} is a path in an unknown folder: set image_folder"
+                )
             if self.archive and not separator:
                 name = posixpath.normpath(path)
                 if name.startswith("../"):
@@ -142,12 +144,6 @@ class ImageRules:
             raise ValueError(f"the image {path} leaves {self._place}")
         return archive + separator + full_path
 
-    def _is_of_hub(self, address: str) -> bool:
-        """Whether an address is in the Hub's data set, or in any one if no place is given."""
-        if self.hub:
-            return address.startswith(f"hf://datasets/{self.hub}@")
-        return address.startswith("hf://datasets/") and not self.folder
-
     def check_file(self, path: str) -> None:
         """Raises ValueError if a file does not exist, or is a link to where images may not be.
 
@@ -157,9 +153,10 @@ class ImageRules:
         if "://" in file:
             return
         if not os.path.isfile(file):
-            start = "the folder or .zip file that the paths start from"
-            remedy = f"copy it there, or set image_folder to {start}"
-            raise ValueError(f"{path}: there is no such image; {remedy}")
+            raise ValueError(
+                f"{path}: there is no such image; copy it there, or set image_folder to the folder "
+                "or .zip file that the paths start from"
+            )
         target = os.path.realpath(file) if os.path.islink(file) else file
         if not _allows_folder(self, os.path.dirname(target)) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
@@ -189,8 +186,7 @@ class ImageRules:
         if self.folder is not None:
             folders.append(self.folder)
         if self.hub:
-            folders.append(constants.HF_HUB_CACHE)
-            folders.append(str(datasets.config.HF_DATASETS_CACHE))
+            folders += [constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)]
         prefixes = tuple(os.path.join(resolve(folder), "") for folder in folders)
         return not prefixes or os.path.join(path, "").startswith(prefixes)
 
@@ -214,9 +210,14 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
             has the file and the reason.
     """
     try:
-        content = io.BytesIO(stored_bytes(image))
-        with Image.open(content, formats=FORMATS) as opened:
-            _check_size(*opened.size)
+        with Image.open(io.BytesIO(stored_bytes(image)), formats=FORMATS) as opened:
+            width = opened.width
+            height = opened.height
+            if not 0 < width * height <= MAX_PIXELS:
+                raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
+            # Image processors that resize the shorter side would make a narrow strip huge.
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
             opened.draft(None, (kept_side, kept_side))  # has an effect only on JPEG
             rgb = _upright_rgb(opened)
             factor = min(rgb.size) // kept_side
@@ -224,19 +225,8 @@ def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
     except Exception as error:  # decoders raise errors of any kind on broken files
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            formats = ", ".join(FORMATS)
-            reason = f"cannot identify image file; it is broken, or not one of {formats}"
-        name = image["path"] or "an image inside the data"
-        raise ValueError(f"{name}: {reason}") from error
-
-
-def _check_size(width: int, height: int) -> None:
-    """Raises ValueError if an image has too many pixels, or none, or is too narrow."""
-    if not 0 < width * height <= MAX_PIXELS:
-        raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
-    # Image processors that resize the shorter side would make a narrow strip huge.
-    if max(width, height) > MAX_RATIO * min(width, height):
-        raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
+            reason = f"cannot identify image file; it is broken, or not one of {', '.join(FORMATS)}"
+        raise ValueError(f"{image['path'] or 'an image inside the data'}: {reason}") from error
 
 
 def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
@@ -248,10 +238,17 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     ImageOps.exif_transpose(opened, in_place=True)
     image: Image.Image = opened
     if image.mode.startswith("I"):  # Pillow makes all above 255 white
-        image = _grey(image)
+        values = np.asarray(image)
+        if values.min() < 0:
+            raise ValueError(_UNKNOWN_RANGE)
+        # White is the largest number with as many bits as the brightest grey needs, rounded up to
+        # an even number from 8 on. So 12 bits in a file of 16 keep their brightness.
+        bits = int(values.max()).bit_length()
+        even_bits = bits + bits % 2
+        shifted = values >> max(0, even_bits - 8)
+        image = Image.fromarray(shifted.astype(np.uint8))
     elif has_deep_colours:  # Pillow gives the higher byte
-        brightest = np.asarray(image.convert("RGB")).max()
-        if brightest < 64:
+        if np.asarray(image.convert("RGB")).max() < 64:
             raise ValueError(_UNKNOWN_RANGE)
     elif image.mode == "F":
         raise ValueError(_UNKNOWN_RANGE)
@@ -259,21 +256,6 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return image.convert("RGB")
-
-
-def _grey(image: Image.Image) -> Image.Image:
-    """Returns an image of whole numbers as one of 8 bits. Raises ValueError if one is negative.
-
-    White is the largest number with as many bits as the brightest grey needs, rounded up to an even
-    number from 8 on. So 12 bits in a file of 16 keep their brightness.
-    """
-    values = np.asarray(image)
-    if values.min() < 0:
-        raise ValueError(_UNKNOWN_RANGE)
-    bits = int(values.max()).bit_length()
-    even_bits = bits + bits % 2
-    shifted = values >> max(0, even_bits - 8)
-    return Image.fromarray(shifted.astype(np.uint8))
 
 
 def image_problem(
@@ -360,28 +342,23 @@ def _from_base64(text: str) -> bytes | None:
 
 
 def stored_bytes(image: StoredImage) -> bytes:
-    """Reads the content of an image file.
+    """Returns the content of an image, read from its file or zip file if it is in one.
 
     Raises:
         ValueError: It is too large, or cannot be read from a zip file.
         OSError: It cannot be read.
     """
     content = image["bytes"]
-    if content is None:
-        content = _read_file(image["path"])
+    path = image["path"]
+    if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
+        content = read_entry(path)
+    elif content is None:
+        open_file = fsspec.open if "://" in path else open
+        with open_file(path, "rb") as file:
+            content = file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
-
-
-def _read_file(path: str) -> bytes:
-    """Reads a file or an entry of a zip file, but at most a byte more than is allowed."""
-    archive = path.rpartition("::")[2]
-    if path.startswith("zip://") and "://" not in archive:
-        return read_entry(path)
-    open_file = fsspec.open if "://" in path else open
-    with open_file(path, "rb") as file:
-        return file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
 
 
 def short(value: Any) -> str:
@@ -411,8 +388,7 @@ def read_entry(address: str) -> bytes:
     content_offset = entry.offset + _LOCAL_HEADER.size + name_length + extra_length
     content = os.pread(file.fileno(), entry.packed_size, content_offset)
     if entry.method != zipfile.ZIP_STORED:
-        decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
-        content = decompressor.decompress(content, MAX_IMAGE_BYTES + 1)
+        content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
     is_whole = len(content) <= MAX_IMAGE_BYTES
     if signature != b"PK\3\4" or (is_whole and zlib.crc32(content) != entry.checksum):
         raise ValueError("it is broken in the zip file: its checksum differs")
@@ -427,10 +403,8 @@ def find_entry(address: str) -> tuple[BinaryIO, Entry]:
     """
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = open_zip(file)
-    entry = archive.entry(name)
-    if entry is None:
-        # zipfile decodes names in this way, unless the archive marks them as UTF-8.
-        entry = archive.entry(name.encode().decode("cp437"))
+    # zipfile decodes names from cp437, unless the archive marks them as UTF-8.
+    entry = archive.entry(name) or archive.entry(name.encode().decode("cp437"))
     if entry is None:
         raise ValueError(f"there is no such image in {file}. Its first are: {archive.first}")
     if entry.method == _REFUSED:
@@ -452,7 +426,7 @@ def open_zip(file: str) -> "ZipImages":
         raise ValueError(f"{file} cannot be read as a zip file: {error}") from error
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _open_version(file: str, size: int, changed: int) -> "ZipImages":
     return ZipImages(file)
 
@@ -465,7 +439,7 @@ class ZipImages:
         infos = zipfile.ZipFile(self.file).infolist()
         names = [info.filename for info in infos]
         self.first = ", ".join(names[:3]) or "none"
-        hashes = np.fromiter(map(hash, names), np.int64)
+        hashes = _hashes(names)
         entries = np.fromiter(map(_entry, infos), _ENTRY_TYPE)
         order = hashes.argsort(kind="stable")
         self._hashes = hashes[order]

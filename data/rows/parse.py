@@ -89,9 +89,8 @@ class DroppedRows:
         if dropped.key in self._written:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        json_line = json.dumps(asdict(dropped)) + "\n"
         with open(self.path, "ab", buffering=0) as file:
-            file.write(json_line.encode())
+            file.write(json.dumps(asdict(dropped)).encode() + b"\n")
         self._written.add(dropped.key)
 
     def read(self) -> list[DroppedRow]:
@@ -133,14 +132,20 @@ def parse_row(
     if row.form == "text" and isinstance(raw.get("label"), str):
         remedy = columns_proposal(raw)
         if remedy:
-            as_caption = "a caption with --columns caption=text"
-            raise ValueError(f"label may be the answer{remedy}; {as_caption}")
-    if rules is None:
-        rules = ImageRules()
-    images = [rules.image(image) for image in row.images]
+            raise ValueError(
+                f"label may be the answer{remedy}; a caption with --columns caption=text"
+            )
+    rules = rules or ImageRules()
+    images = list(map(rules.image, row.images))
     _check_turns(row, raw)
     _check_texts(row, {MARKER, image_token}, control_tokens)
-    messages = _stored_messages(row.messages)
+    messages = []  # as `MESSAGES` describes them. The parts of an answer become one part
+    for message in row.messages:
+        stored_parts = message["content"] or [text_part("")]
+        if message["role"] == "assistant":
+            stored_parts = [text_part(_text_of(message).strip())]
+        stored_content = [{"type": part["type"], "text": part.get("text")} for part in stored_parts]
+        messages.append({"role": message["role"], "content": stored_content})
     left_out = list(row.left_out)
     if images:  # without images, `unread_image` reports the markers
         left_out += dict.fromkeys(f"text {marker}" for marker in markers(messages))
@@ -150,15 +155,14 @@ def parse_row(
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Returns a pattern of the special tokens. The tokenizer finds them anywhere in a text."""
     added_tokens = tokenizer.added_tokens_decoder.values()
-    added_special_tokens = {token.content for token in added_tokens if token.special}
-    return any_of(added_special_tokens.union(tokenizer.all_special_tokens))
+    special_tokens = [token.content for token in added_tokens if token.special]
+    return any_of({*special_tokens, *tokenizer.all_special_tokens})
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern of any of the texts. Without texts it never matches."""
     # In this order a text comes before its own beginnings, so that the longest one matches.
-    expression = "|".join(map(re.escape, sorted(texts, reverse=True)))
-    return re.compile(expression or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts, reverse=True))) or "(?!)")
 
 
 def _check_turns(row: Row, raw: Mapping) -> None:
@@ -172,11 +176,11 @@ def _check_turns(row: Row, raw: Mapping) -> None:
         raise ValueError(f"{problem}; its columns are {column_names}{columns_proposal(raw)}")
     first_turn = 1 if roles[0] == "system" else 0
     expected_roles = cycle(("user", "assistant"))
-    for turn_number in range(first_turn, len(roles)):
-        role = roles[turn_number]
+    for turn_number, role in enumerate(roles[first_turn:], first_turn):
         if role != next(expected_roles):
-            problem = f"turn {turn_number} is the {role}'s"
-            raise ValueError(f"{problem}; turns must alternate, the user first")
+            raise ValueError(
+                f"turn {turn_number} is the {role}'s; turns must alternate, the user first"
+            )
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
     if not any(row.learned):
@@ -184,7 +188,11 @@ def _check_turns(row: Row, raw: Mapping) -> None:
 
 
 def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[str] | None) -> None:
-    """Raises ValueError if a turn has an image or a text that is not allowed there."""
+    """Raises ValueError if a turn has an image or a text that is not allowed there.
+
+    That is half a surrogate pair, a token of an image or a control token, or an empty answer that
+    is learned.
+    """
     learned = iter(row.learned)
     for turn_number, message in enumerate(row.messages):
         role = message["role"]
@@ -192,40 +200,18 @@ def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[st
         if role != "user" and any(part["type"] == "image" for part in message["content"]):
             raise ValueError(f"{turn_name} has an image; only the user shows images")
         turn_text = _text_of(message)
-        _check_text(turn_text, turn_name, image_tokens, control_tokens)
-        if role == "assistant":
-            is_learned = next(learned)
-            if is_learned and not turn_text.strip():
-                raise ValueError(f"the answer in turn {turn_number} is empty")
-
-
-def _check_text(
-    text: str, turn_name: str, image_tokens: set[str], control_tokens: re.Pattern[str] | None
-) -> None:
-    """Raises ValueError if a text has half a surrogate pair, or a token that is not allowed."""
-    if printable(text) != text:
-        raise ValueError(f"{turn_name} is not valid Unicode: half of a surrogate pair")
-    for token in image_tokens:
-        if token in text:
-            raise ValueError(f"{turn_name} has {token} where no image is")
-    if control_tokens:
-        found = control_tokens.search(text)
+        if printable(turn_text) != turn_text:
+            raise ValueError(f"{turn_name} is not valid Unicode: half of a surrogate pair")
+        for token in image_tokens:
+            if token in turn_text:
+                raise ValueError(f"{turn_name} has {token} where no image is")
+        found = control_tokens and control_tokens.search(turn_text)
         if found:
             raise ValueError(f"{turn_name} has {found[0]}, a control token of the tokenizer")
+        if role == "assistant" and next(learned) and not turn_text.strip():
+            raise ValueError(f"the answer in turn {turn_number} is empty")
 
 
 def _text_of(message: Message) -> str:
     """Returns the text of all parts of a message."""
     return "".join(part["text"] for part in message["content"] if part["type"] == "text")
-
-
-def _stored_messages(messages: list[Message]) -> list[Message]:
-    """Returns messages as `MESSAGES` describes them. The parts of an answer become one part."""
-    stored_messages = []
-    for message in messages:
-        stored_parts = message["content"] or [text_part("")]
-        if message["role"] == "assistant":
-            stored_parts = [text_part(_text_of(message).strip())]
-        stored_content = [{"type": part["type"], "text": part.get("text")} for part in stored_parts]
-        stored_messages.append({"role": message["role"], "content": stored_content})
-    return stored_messages

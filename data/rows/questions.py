@@ -18,7 +18,7 @@ Options: TypeAlias = Mapping[str, str]
 """Texts of the options of a question, by letter."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
     """The question and the answer of a row, as they are stored or as texts."""
 
@@ -26,25 +26,44 @@ class Question:
     answer: Any
     options: dict[str, str] = field(default_factory=dict)  # by letter
     accepted: list[str] = field(default_factory=list)  # right answers, if they are listed apart
-    columns: frozenset[str | None] = frozenset()  # that were read
+    columns: set[str | None] = field(default_factory=set)  # that were read
+    notes: list[str] = field(default_factory=list)  # on what was changed or is to be known
 
 
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`: hint, question, input and options, and the answer.
 
-    Raises ValueError if the options or the answer cannot be read.
+    Raises ValueError if the options cannot be read, the answer is not one of them, or there are
+    several answers to options.
     """
     options = options_of(raw)
-    prompt, prompt_columns = _read_prompt(raw, options)
-    answer, accepted, answer_columns = _read_answer(raw, options)
-    option_columns = set(options)
-    if not is_empty(raw.get("choices")):
-        option_columns = {"choices"}
-    columns = frozenset(prompt_columns | answer_columns | option_columns)
+    prompt, columns = _read_prompt(raw, options)
+    columns.update(options if is_empty(raw.get("choices")) else ["choices"])
+    index = raw.get("answer_index")
+    answer = raw.get("answer")
+    several_answers = parsed(raw.get("answers"))
+    accepted: list[str] = []
+    if not is_empty(index):
+        columns.add("answer_index")
+        letters = list(options)
+        index_text = str(as_text(index)).removesuffix(".0")
+        if not index_text.isdecimal() or int(index_text) >= len(letters):
+            raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
+        answer = letters[int(index_text)]
+    else:
+        columns.add("answer")
+        if is_empty(answer):
+            columns.add("answers")
+            answer = None if is_empty(several_answers) else several_answers
+        elif answer in accepted_answers(several_answers):
+            columns.add("answers")
+            accepted = accepted_answers(several_answers)
+        if options and not is_empty(answer):
+            answer = _answer_among_options(answer, options)
     return Question(prompt, answer, options, accepted, columns)
 
 
-def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
+def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str | None]]:
     """Joins a question with its hint, its input and its options.
 
     Returns:
@@ -64,7 +83,7 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     text_columns = ["question", "input"]
     if options and raw.get("hint") != "nan":  # as in MMBench
         text_columns.insert(0, "hint")
-    read_columns = set()
+    read_columns: set[str | None] = set()
     lines = []
     for column in text_columns:
         column_text = as_text(raw.get(column))
@@ -76,49 +95,11 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
         for letter, option in options.items()
     )
     if not shows_options:
-        for letter, option in options.items():
-            lines.append(f"{letter}. {option}")
+        lines += [f"{letter}. {option}" for letter, option in options.items()]
     prompt = "\n".join(filter(None, lines))
     if not prompt.strip():
         raise ValueError("its question is empty; read a caption with --columns caption=answer")
     return prompt, read_columns
-
-
-def _require_letter(index: Any, options: Options) -> str:
-    """Returns the letter of the option with a number from 0. Raises ValueError if there is none."""
-    letters = list(options)
-    index_text = str(as_text(index)).removesuffix(".0")
-    if not index_text.isdecimal() or int(index_text) >= len(letters):
-        raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
-    return letters[int(index_text)]
-
-
-def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[str]]:
-    """Reads the columns `answer_index`, `answer` and `answers`.
-
-    Returns:
-        The answer, perhaps a list of several. The right answers, if the answer is one of several.
-        The columns that were read.
-
-    Raises:
-        ValueError: The answer is not one of the options, or there are several answers to options.
-    """
-    index = raw.get("answer_index")
-    if not is_empty(index):
-        return _require_letter(index, options), [], {"answer_index"}
-    answer = raw.get("answer")
-    several_answers = parsed(raw.get("answers"))
-    accepted: list[str] = []
-    columns = {"answer"}
-    if is_empty(answer):
-        columns.add("answers")
-        answer = None if is_empty(several_answers) else several_answers
-    elif answer in accepted_answers(several_answers):
-        columns.add("answers")
-        accepted = accepted_answers(several_answers)
-    if options and not is_empty(answer):
-        answer = _answer_among_options(answer, options)
-    return answer, accepted, columns
 
 
 def _answer_among_options(answer: Any, options: Options) -> Any:
@@ -129,8 +110,10 @@ def _answer_among_options(answer: Any, options: Options) -> Any:
     """
     distinct_answers = set(accepted_answers(answer))
     if len(distinct_answers) > 1:
-        shown_answers = ", ".join(sorted(distinct_answers))
-        raise ValueError(f"it has options and several answers, {shown_answers}; one can be learned")
+        raise ValueError(
+            f"it has options and several answers, {', '.join(sorted(distinct_answers))}; one can "
+            "be learned"
+        )
     if distinct_answers:
         answer = distinct_answers.pop()
     answer_text = as_text(answer)
@@ -166,6 +149,8 @@ def accepted_answers(value: Any) -> list[str]:
 def options_of(raw: Mapping) -> dict[str, str]:
     """Returns the options of a row by letter: those in `choices`, or in columns `A`, `B` and so on.
 
+    Letters before the texts are removed, if all texts have their own.
+
     Raises ValueError if they cannot be options, such as images or equal texts.
     """
     choices = transposed(parsed(raw.get("choices")))
@@ -177,10 +162,20 @@ def options_of(raw: Mapping) -> dict[str, str]:
     options = {letter: as_text(text) for letter, text in options.items() if not is_empty(text)}
     if not has_choices and len(options) < 2:
         return {}
-    if not _are_valid(options):
-        shown = short(options or choices)
-        raise ValueError(f"its options must be 2 to 26 different texts, and no images, got {shown}")
-    return _without_letters(options)
+    distinct_texts = {
+        plain(option)
+        for option in options.values()
+        if isinstance(option, str) and option.strip() and not option.lower().endswith(SUFFIXES)
+    }
+    has_letters = list(options) == list(ascii_uppercase[: len(options)])
+    if len(options) < 2 or not has_letters or len(distinct_texts) < len(options):
+        raise ValueError(
+            "its options must be 2 to 26 different texts, and no images, got "
+            f"{short(options or choices)}"
+        )
+    bare_options = {letter: _without_letter(letter, option) for letter, option in options.items()}
+    all_have_letters = options.items().isdisjoint(bare_options.items())
+    return bare_options if all_have_letters else options
 
 
 def _by_letter(choices: Any) -> dict[str, Any]:
@@ -194,27 +189,6 @@ def _by_letter(choices: Any) -> dict[str, Any]:
                 choice = choice.get("text")
             options[letter] = choice
     return options
-
-
-def _are_valid(options: Options) -> bool:
-    """Whether options are at least two different texts with letters from A, and no images."""
-    expected_letters = ascii_uppercase[: len(options)]
-    if len(options) < 2 or list(options) != list(expected_letters):
-        return False
-    for option in options.values():
-        if not isinstance(option, str) or not option.strip() or option.lower().endswith(SUFFIXES):
-            return False
-    distinct_texts = set(map(plain, options.values()))
-    return len(distinct_texts) == len(options)
-
-
-def _without_letters(options: dict[str, str]) -> dict[str, str]:
-    """Returns the options without letters before their texts, if all of them have their own."""
-    bare_options = {}
-    for letter, option in options.items():
-        bare_options[letter] = _without_letter(letter, option)
-    has_bare_text = any(bare_options[letter] == option for letter, option in options.items())
-    return options if has_bare_text else bare_options
 
 
 def chosen_letter(answer: Any, options: Options) -> str | None:
@@ -246,8 +220,10 @@ def chosen_letter(answer: Any, options: Options) -> str | None:
             problem += "; if it is a number from 0, use --columns answer_index=answer"
         raise ValueError(f"the answer {answer_text!r} {problem}")
     if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare_text):
-        choices = short([*options.values()])
-        raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
+        raise ValueError(
+            f"the answer {short(answer)} is not just one of the choices "
+            f"{short([*options.values()])}"
+        )
     return letters.pop() if letters else None
 
 

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, TypeAlias
 
@@ -120,9 +120,8 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
 
     Raises ValueError if it is neither, or has an unknown role.
     """
-    fields = {}
-    if isinstance(element, Mapping):
-        fields = {key: value for key, value in element.items() if value is not None}
+    items = element.items() if isinstance(element, Mapping) else ()
+    fields = {key: value for key, value in items if value is not None}
     roles_by_key = _roles_by_key(fields)
     if not roles_by_key:
         raise ValueError(
@@ -132,13 +131,12 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
     for content_key, role_name in roles_by_key.items():
         role = ROLES.get(str(role_name).lower())
         if role is None:
-            known_roles = ", ".join(ROLES)
             raise ValueError(
-                f"turn {turn_number} has role {short(role_name)}; known are {known_roles}"
+                f"turn {turn_number} has role {short(role_name)}; known are {', '.join(ROLES)}"
             )
         turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
     if len(fields) > 2:
-        return _with_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
+        _read_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
     return turns
 
 
@@ -157,10 +155,10 @@ def _roles_by_key(fields: Mapping) -> dict[str, Any]:
     return {}
 
 
-def _with_other_keys(
+def _read_other_keys(
     turns: list[Turn], fields: Mapping, text_keys: Collection[str], turn_number: int, column: str
-) -> list[Turn]:
-    """Returns the turns of an element with what its other keys hold.
+) -> None:
+    """Adds what the other keys of an element hold to its turns.
 
     Other keys hold images, the system turn of a question with its answer, or whether a turn is
     learned.
@@ -171,46 +169,44 @@ def _with_other_keys(
         text_keys: The keys of the texts that were read.
         turn_number: The number of the element in its list.
         column: The column of the list.
+
+    Raises:
+        ValueError: The images do not fit the turn, or one of the `LEARNED` keys is not 0 or 1.
     """
     is_pair = len(turns) == 2
     read_keys = {"from", "role", *text_keys}
     for images_key in ("images", "image"):
         if not is_empty(fields.get(images_key)):
-            images = as_list(fields[images_key])
-            turns = place_images(turns[:1], images) + turns[1:]
+            place_images(turns[:1], as_list(fields[images_key]))
             read_keys.add(images_key)
             break
     system = fields.get("system")
     if is_pair and turn_number == 0 and isinstance(system, str):  # XTuner's
-        turns = [Turn("system", [text_part(system)]), *turns]
+        turns.insert(0, Turn("system", [text_part(system)]))
         read_keys.add("system")
     last_turn = turns[-1]
-    is_learned = _is_learned(fields, turn_number)
-    for learned_key in LEARNED:
-        # The other turns are never learned, so a key that asks for it is not read.
-        if last_turn.role == "assistant" or not fields.get(learned_key):
-            read_keys.add(learned_key)
-    left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
-    return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
-
-
-def _is_learned(fields: Mapping, turn_number: int) -> bool:
-    """Whether a turn is learned. Raises ValueError if one of the `LEARNED` keys is not 0 or 1."""
-    learned_keys = LEARNED.intersection(fields)
-    for learned_key in learned_keys:
+    for learned_key in LEARNED.intersection(fields):
         value = fields[learned_key]
         if value not in (0, 1):
             raise ValueError(
                 f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
             )
-    return all(fields[learned_key] for learned_key in learned_keys)
+        last_turn.learned = last_turn.learned and bool(value)
+        # The other turns are never learned, so a key that asks for it is not read.
+        if last_turn.role == "assistant" or not value:
+            read_keys.add(learned_key)
+    last_turn.left_out += unread_keys(fields, read_keys, f"{column}.")
 
 
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
     """Reads the content of a turn: a text, or a list of parts. Raises ValueError for others."""
     stored_content = as_text(stored_content)
-    if role == "user":
-        stored_content = _parts_in_text(stored_content)
+    # A user's text may hold parts as JSON, if they show an image. The assistant's texts are never
+    # parsed, since they are learned as they are written.
+    if role == "user" and isinstance(stored_content, str) and stored_content.startswith("[{"):
+        content_parts = parsed(stored_content)
+        if are_parts(content_parts) and "image" in map(_part_kind, content_parts):
+            stored_content = content_parts
     if isinstance(stored_content, str):
         if role == "user":
             return Turn(role, _split_text(stored_content))
@@ -219,33 +215,17 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
         raise ValueError(
             f"turn {turn_number} must have text or a list of parts, got {short(stored_content)}"
         )
-    parts = []
-    left_out = []
+    turn = Turn(role, [])
     for stored_part in stored_content:
-        part, part_left_out = _read_part(stored_part, turn_number, f"{column}.content.")
-        parts.append(part)
-        left_out += part_left_out
-    return Turn(role, parts, left_out=left_out)
-
-
-def _parts_in_text(content: Any) -> Any:
-    """Returns the parts that a user's text holds as JSON, if they show an image.
-
-    Any other content is returned unchanged. The assistant's texts are never parsed, since they are
-    learned as they are written.
-    """
-    if isinstance(content, str) and content.startswith("[{"):
-        parts = parsed(content)
-        if are_parts(parts) and "image" in map(_part_kind, parts):
-            return parts
-    return content
+        part, left_out = _read_part(stored_part, turn_number, f"{column}.content.")
+        turn.content.append(part)
+        turn.left_out += left_out
+    return turn
 
 
 def _part_kind(part: Any) -> str | None:
     """Returns "text" or "image" for a part of a turn, and None for anything else."""
-    if not isinstance(part, Mapping):
-        return None
-    return _PART_KINDS.get(str(part.get("type")))
+    return _PART_KINDS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
 
 
 def are_parts(value: Any) -> bool:
@@ -258,27 +238,20 @@ def are_parts(value: Any) -> bool:
 def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]]:
     """Reads a part of a turn. Returns it with the names of its keys that are not read.
 
-    Raises ValueError if it is neither a text nor an image.
+    Raises ValueError if it is neither a text nor an image, or has keys, but none with an image.
     """
     part_kind = _part_kind(part)
     if part_kind == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"]), unread_keys(part, {"type", "text", "index"}, place)
     if part_kind != "image":
         raise ValueError(f"turn {turn_number} has {short(part)}, neither a text nor an image part")
-    return _read_image_part(part, turn_number, place)
-
-
-def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
-    """Reads an image part. Returns it with the names of its keys that are not read.
-
-    Raises ValueError if it has keys, but none that holds an image.
-    """
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:
-        names = ", ".join(unread_keys(part, _NO_IMAGES))
-        keys = ", ".join(_IMAGE_KEYS)
-        raise ValueError(f"an image of turn {turn_number} has {names}, but none of {keys}")
+        raise ValueError(
+            f"an image of turn {turn_number} has {', '.join(unread_keys(part, _NO_IMAGES))}, but "
+            f"none of {', '.join(_IMAGE_KEYS)}"
+        )
     image = part.get(image_key)
     if isinstance(image, Mapping):
         content_key = next((key for key in ("url", "data") if image.get(key)), None)
@@ -296,25 +269,24 @@ def _split_text(text: str) -> list[Part]:
     breaks beside these markers are not read, because the chat template decides what separates an
     image from its question. Texts on both sides of a marker stay as they are.
     """
-    pieces = _MARKERS.split(text)
-    texts = pieces[0::2]
-    paths = pieces[1::2]  # in the markers; None for a marker without one
-    for marker_number in range(len(paths)):  # markers at the beginning
-        if texts[marker_number] not in _BREAKS:
+    pieces = _MARKERS.split(text)  # a text, then the path in a marker or None, then a text
+    marker_numbers = range(1, len(pieces), 2)
+    for number in marker_numbers:  # markers at the beginning
+        if pieces[number - 1] not in _BREAKS:
             break
-        texts[marker_number] = ""
-        texts[marker_number + 1] = _FIRST_BREAK.sub("", texts[marker_number + 1])
-    for marker_number in reversed(range(len(paths))):  # markers at the end
-        if texts[marker_number + 1] not in _BREAKS:
+        pieces[number - 1] = ""
+        pieces[number + 1] = _FIRST_BREAK.sub("", pieces[number + 1])
+    for number in reversed(marker_numbers):  # markers at the end
+        if pieces[number + 1] not in _BREAKS:
             break
-        texts[marker_number + 1] = ""
-        texts[marker_number] = _LAST_BREAK.sub("", texts[marker_number])
+        pieces[number + 1] = ""
+        pieces[number - 1] = _LAST_BREAK.sub("", pieces[number - 1])
     parts: list[Part] = []
-    for piece_number, piece in enumerate(texts):
-        if piece:
+    for number, piece in enumerate(pieces):
+        if number in marker_numbers:
+            parts.append({"type": "image", "image": piece})
+        elif piece:
             parts.append(text_part(piece))
-        if piece_number < len(paths):
-            parts.append({"type": "image", "image": paths[piece_number]})
     return parts or [text_part("")]
 
 
@@ -326,14 +298,17 @@ def image_parts(turns: list[Turn]) -> list[Part]:
     return parts
 
 
-def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
-    """Returns the turns with each image in an image part that has none yet, in order.
+def place_images(turns: list[Turn], images: Sequence[Any]) -> None:
+    """Puts each image in an image part of the turns that has none yet, in order.
 
     Without any image parts, the images come first in the first turn of the user. Raises ValueError
     if the images do not fit the parts.
     """
     if not image_parts(turns):
-        turns = _with_markers(turns, len(images))
+        for turn in turns:
+            if turn.role == "user":
+                turn.content[:0] = [{"type": "image"} for _ in images]
+                break
     empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
     if len(empty_parts) != len(images):
         raise ValueError(
@@ -342,52 +317,32 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     for image_number, part in enumerate(empty_parts):
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
-    filled_turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
-    remaining_images = iter(images)
-    for part in image_parts(filled_turns):
-        if part.get("image") is None:
-            part["image"] = next(remaining_images)
-    return filled_turns
-
-
-def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
-    """Returns the turns with `count` image parts without images before the first question."""
-    for turn_number, turn in enumerate(turns):
-        if turn.role == "user":
-            question = replace(turn, content=[{"type": "image"}] * count + turn.content)
-            return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
-    return turns
+        part["image"] = images[image_number]
 
 
 def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     """Leaves a leading answer out, and joins user turns in a row to one turn.
 
+    A line break joins two texts.
+
     Returns:
         The turns, and in words what was changed.
     """
     changes = []
-    start = 0
-    if turns and turns[0].role == "system":
-        start = 1
+    start = 1 if turns and turns[0].role == "system" else 0
     if len(turns) > start + 1 and turns[start].role == "assistant":
-        turns = turns[:start] + turns[start + 1 :]
+        del turns[start]
         changes.append("a leading assistant turn is left out")
     joined_turns: list[Turn] = []
     for turn in turns:
         if joined_turns and turn.role == joined_turns[-1].role == "user":
-            content = _join_contents(joined_turns[-1].content, turn.content)
-            joined_turns[-1] = replace(turn, content=content)
+            content = joined_turns[-1].content
+            types_beside = [part["type"] for part in content[-1:] + turn.content[:1]]
+            if types_beside == ["text", "text"]:
+                content.append(text_part("\n"))
+            content.extend(turn.content)
         else:
             joined_turns.append(turn)
     if len(joined_turns) < len(turns):
         changes.append("user turns in a row are one turn")
     return joined_turns, changes
-
-
-def _join_contents(first: list[Part], second: list[Part]) -> list[Part]:
-    """Joins the parts of two turns, with a line break between two texts."""
-    if first and second:
-        part_types = {first[-1]["type"], second[0]["type"]}
-        if part_types == {"text"}:
-            return [*first, text_part("\n"), *second]
-    return first + second

@@ -20,8 +20,7 @@ _NUMPY_TEXTS = re.compile(rf"\[\s*(?:{_QUOTED})(?:\s+(?:{_QUOTED}))*\s*\]", re.S
 
 def plain(text: str) -> str:
     """Returns a text in lower case, with single spaces and without punctuation at its ends."""
-    words = text.lower().split()
-    return " ".join(words).strip(" \"'*_.,:;!?()[]")
+    return " ".join(text.lower().split()).strip(" \"'*_.,:;!?()[]")
 
 
 def as_text(value: Any) -> Any:
@@ -54,9 +53,7 @@ def is_empty(value: Any) -> bool:
 
 def as_list(value: Any) -> Sequence[Any]:
     """Returns a list or tuple unchanged, and any other value in a list."""
-    if isinstance(value, (list, tuple)):
-        return value
-    return [value]
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def parsed(value: Any) -> Any:
@@ -64,9 +61,7 @@ def parsed(value: Any) -> Any:
 
     Any other value is returned unchanged.
     """
-    if not isinstance(value, str):
-        return value
-    if not value.lstrip().startswith(("[", "{")):
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
         return json.loads(value)
@@ -75,16 +70,12 @@ def parsed(value: Any) -> Any:
     if len(value) > _LONGEST_LITERAL:
         return value
     try:
-        return _python_literal(value.strip())
+        # Python would read texts without commas as a single text.
+        if _NUMPY_TEXTS.fullmatch(value.strip()):
+            return list(map(ast.literal_eval, re.findall(_QUOTED, value, re.S)))
+        return ast.literal_eval(value.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return value
-
-
-def _python_literal(text: str) -> Any:
-    if _NUMPY_TEXTS.fullmatch(text):  # Python would read texts without commas as a single text
-        quoted_texts = re.findall(_QUOTED, text, re.S)
-        return list(map(ast.literal_eval, quoted_texts))
-    return ast.literal_eval(text)
 
 
 def transposed(value: Any) -> Any:
@@ -110,9 +101,8 @@ def unread_keys(values: Mapping, read: Collection[Any], place: str = "") -> list
         read: The keys that are read.
         place: Where the mapping is in the row, such as `messages.`. The names begin with it.
     """
-    names = []
-    for key, value in values.items():
-        if key not in read and not is_empty(value):
-            name = printable(f"{place}{key}"[:_LONGEST_NAME])
-            names.append(name or "(no name)")
-    return names
+    return [
+        printable(f"{place}{key}"[:_LONGEST_NAME]) or "(no name)"
+        for key, value in values.items()
+        if key not in read and not is_empty(value)
+    ]

@@ -15,12 +15,15 @@ from ...checkpoint.files import is_hub_id
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
 _FILTER = re.compile(r"\s*(.+?)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*", re.S)
-_ORDERS: dict[str, Callable[[float, float], bool]] = {
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     ">": operator.gt,
     "<": operator.lt,
+    "=": operator.eq,
+    "!=": operator.ne,
 }
+_EQUALITIES = ("=", "!=")  # of any values; the others compare only numbers
 _FILTER_REMEDY = "Write filters as relevance_min>=4, language=en or split!=test."
 
 
@@ -93,9 +96,7 @@ class DataSource:
             raise ValueError(
                 f"{self.path} is not a file or folder here, nor owner/name of the Hub."
             )
-        if not self.image_folder:
-            return
-        folder = Path(self.image_folder)
+        folder = Path(self.image_folder or os.curdir)
         if folder.is_dir():
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
@@ -126,9 +127,10 @@ def _checked_columns(columns: Any) -> Any:
     if not all(isinstance(name, str) and name for name in own_names):
         raise ValueError(f"columns must be pairs like image=path,answer=text, got {columns!r}.")
     if unknown:
-        unknown_names = ", ".join(map(repr, sorted(unknown)))
-        known_names = ", ".join(sorted(COLUMNS))
-        raise ValueError(f"columns names {unknown_names}, but known are only {known_names}.")
+        raise ValueError(
+            f"columns names {', '.join(map(repr, sorted(unknown)))}, but known are only "
+            f"{', '.join(sorted(COLUMNS))}."
+        )
     return columns
 
 
@@ -192,7 +194,15 @@ class DataArguments:
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
                 raise ValueError(f"A data set has path and some of {sorted(keys)}; got {source!r}.")
-        _check_bad_rows(self.bad_rows)
+        if self.bad_rows not in (None, "stop", "skip"):
+            allowed_share = 0.0
+            with suppress(ValueError):
+                allowed_share = float(self.bad_rows)
+            if not 0 < allowed_share < 1:
+                raise ValueError(
+                    "bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got "
+                    f"{self.bad_rows!r}."
+                )
         if self.shuffle_buffer_size < 1:
             raise ValueError(f"shuffle_buffer_size must be 1 or more: {self.shuffle_buffer_size}.")
 
@@ -201,13 +211,8 @@ class DataArguments:
         """The data sets to train on."""
         if self.datasets:
             return [DataSource(**self.shared_options | source) for source in self.datasets]
-        source = DataSource.named(
-            str(self.dataset_name),
-            name=self.dataset_config,
-            split=self.dataset_train_split,
-            **self.shared_options,
-        )
-        return [source]
+        options = {"name": self.dataset_config, "split": self.dataset_train_split}
+        return [DataSource.named(str(self.dataset_name), **options, **self.shared_options)]
 
     @property
     def shared_options(self) -> dict[str, Any]:
@@ -217,18 +222,6 @@ class DataArguments:
             "columns": self.columns,
             "filters": self.filters,
         }
-
-
-def _check_bad_rows(bad_rows: str | None) -> None:
-    """Raises ValueError if the option is neither a word that it knows nor a share."""
-    if bad_rows in (None, "stop", "skip"):
-        return
-    allowed_share = 0.0
-    with suppress(ValueError):
-        allowed_share = float(bad_rows)
-    if not 0 < allowed_share < 1:
-        known_values = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
-        raise ValueError(f"bad_rows must be {known_values}; got {bad_rows!r}.")
 
 
 def _with_home(value: Any) -> Any:
@@ -253,8 +246,10 @@ def check_choices(options: Any) -> None:
         if not allowed_values or value in allowed_values:
             continue
         if value is not None or type(None) not in get_args(annotation):
-            choices = ", ".join(map(repr, allowed_values))
-            raise ValueError(f"{option_name} must be one of {choices}, got {value!r}.")
+            raise ValueError(
+                f"{option_name} must be one of {', '.join(map(repr, allowed_values))}, got "
+                f"{value!r}."
+            )
 
 
 def cores() -> int:
@@ -269,7 +264,7 @@ class Filter:
     """One condition, such as `relevance_min>=4`."""
 
     column: str  # as the data names it
-    comparison: str  # one of `_ORDERS`, "=" or "!="
+    comparison: str  # one of `_COMPARISONS`
     value: str
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
@@ -282,15 +277,12 @@ class Filter:
             return self.comparison == "!="
         number = _number(value)
         wanted = _number(self.value)
-        if self.comparison in _ORDERS:
-            if number is None:
-                raise ValueError(f"{self.column} is {str(value)[:40]!r} in a row, not a number")
-            assert wanted is not None  # by `parse_filters`
-            return _ORDERS[self.comparison](number, wanted)
-        is_equal = str(value).lower() == self.value.lower()
+        compare = _COMPARISONS[self.comparison]
         if number is not None and wanted is not None:
-            is_equal = number == wanted
-        return is_equal == (self.comparison == "=")
+            return compare(number, wanted)
+        if self.comparison not in _EQUALITIES:
+            raise ValueError(f"{self.column} is {str(value)[:40]!r} in a row, not a number")
+        return compare(str(value).lower(), self.value.lower())
 
     def __str__(self) -> str:
         return f"{self.column}{self.comparison}{self.value}"
@@ -309,9 +301,10 @@ def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
         if not match:
             raise ValueError(f"filters has {text!r}, not a condition. {_FILTER_REMEDY}")
         column, comparison, value = match.groups()
-        if comparison in _ORDERS and _number(value) is None:
+        comparison = comparison.replace("==", "=")
+        if comparison not in _EQUALITIES and _number(value) is None:
             raise ValueError(f"filters compares {column} with {value!r}, not with a number.")
-        filters.append(Filter(column, comparison.replace("==", "="), value))
+        filters.append(Filter(column, comparison, value))
     return tuple(filters)
 
 

@@ -52,42 +52,41 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
         files: Paths of files with the suffixes in `READERS`.
         streaming: Whether rows are read only when they are needed.
     """
-    # A tuple, since each element of a list would be a shard.
-    options: dict[str, Any] = {"features": ROWS, "gen_kwargs": {"files": files}}
+    arguments = {"files": files}  # a tuple, since each element of a list would be a shard
     if streaming:
-        return IterableDataset.from_generator(_rows, **options)
+        return IterableDataset.from_generator(_rows, ROWS, arguments)
     versions = [(file, os.path.getsize(file), os.stat(file).st_mtime_ns) for file in files]
-    options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
-    try:  # few rows wait in memory to be written, since they may have images in base64
-        return Dataset.from_generator(_rows, writer_batch_size=200, **options)
+    fingerprint = Hasher.hash([versions, Path(__file__).read_bytes()])
+    try:
+        return Dataset.from_generator(
+            _rows,
+            ROWS,
+            gen_kwargs=arguments,
+            fingerprint=fingerprint,
+            writer_batch_size=200,  # few wait in memory, since they may have images in base64
+        )
     except ValueError:  # `datasets` raises it without rows, and wraps errors of `_rows`
         return Dataset.from_dict({column: [] for column in ROWS}, features=ROWS)
 
 
 def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Reads the rows of files, in the columns `ROWS`. Raises ValueError if a file is not valid."""
+    """Reads the rows of files, in the columns `ROWS`. Raises ValueError if a file is not valid.
+
+    In rows of metadata, the columns of images get their known names. A column that already has the
+    known name is not replaced. The other is then reported as unused.
+    """
     for file in files:
         path = Path(file)
-        reader = READERS[path.suffix.lower()]
-        for number, json_text in enumerate(reader(file)):
-            if path.stem == METADATA:
-                json_text = _with_images(json_text)
+        for number, json_text in enumerate(READERS[path.suffix.lower()](file)):
+            content = row_of_json(json_text) if path.stem == METADATA else None
+            if isinstance(content, dict):
+                own_columns = {
+                    known: own_column
+                    for own_column, known in (("file_name", "image"), ("file_names", "images"))
+                    if own_column in content and is_empty(content.get(known))
+                }
+                json_text = json.dumps(renamed(content, own_columns))
             yield {"file": file, "number": number, "json": json_text, "images": None}
-
-
-def _with_images(text: str) -> str:
-    """Returns the JSON text of a row of metadata with the known names of columns of images.
-
-    A column that already has the known name is not replaced. The other is then reported as unused.
-    """
-    content = row_of_json(text)
-    if not isinstance(content, dict):
-        return text
-    own_columns = {}
-    for own_column, known_column in (("file_name", "image"), ("file_names", "images")):
-        if own_column in content and is_empty(content.get(known_column)):
-            own_columns[known_column] = own_column
-    return json.dumps(renamed(content, own_columns))
 
 
 def row_of_json(text: str) -> Any:
@@ -154,8 +153,7 @@ def _files_of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
     split_files = []
     files_without_split = []
     for file in files:
-        file_name = str(file.relative_to(folder).with_suffix(""))
-        words_in_name = re.split(r"[\W_]+", file_name.lower())
+        words_in_name = re.split(r"[\W_]+", str(file.relative_to(folder).with_suffix("")).lower())
         if split in words_in_name:
             split_files.append(file)
         elif _HELD_OUT_WORDS.isdisjoint(words_in_name):
@@ -210,8 +208,7 @@ def _json(file: str) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         remedy = "Correct it."
         if "Extra data" in str(error):
-            command = f"jq -c . {shlex.quote(file)} > rows.jsonl"
-            remedy = f"Write each row in one line: `{command}`"
+            remedy = f"Write each row in one line: `jq -c . {shlex.quote(file)} > rows.jsonl`"
         raise ValueError(f"{file} is not valid JSON: {error}. {remedy}") from error
     if content != []:
         yield from map(json.dumps, _rows_of_object(content, file))
@@ -236,8 +233,7 @@ def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
     if len(lists_of_rows) == 1:
         (rows,) = lists_of_rows.values()
         return rows
-    key_names = ", ".join(map(str, content))
-    problem += f" but an object with {short(key_names or 'nothing')}"
+    problem += f" but an object with {short(', '.join(map(str, content)) or 'nothing')}"
     if lists_of_rows:
         first_list = next(iter(lists_of_rows))
         key_in_python = f"[{json.dumps(first_list)}]"
@@ -273,8 +269,10 @@ def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Ite
         yield row
     unused_count = len(files.keys() - used_images)
     if unused_count:
-        counts = f"{unused_count:,} of {len(files):,} images"
-        warn_once(f"{file}: {counts} have no annotation and are left out.")
+        warn_once(
+            f"{file}: {unused_count:,} of {len(files):,} images have no annotation and are left "
+            "out."
+        )
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -295,25 +293,18 @@ def _elements(text: str) -> Iterator[str]:
 
 def _json_lines(file: str) -> Iterator[str]:
     """Yields the texts of the rows in a file of JSON lines. One that holds JSON is read as such."""
-    json_lines = _decoded_lines(file)
-    first_line = next(json_lines, "")
-    if not _is_utf_16(file) and (first_line in ("{", "[") or first_line.startswith("[{")):
-        yield from _json(file)
-        return
-    if first_line:
-        yield first_line
-    yield from json_lines
-
-
-def _decoded_lines(file: str) -> Iterator[str]:
-    """Yields the lines of a file that are not empty, without white space around them."""
     encoding = "utf-16" if _is_utf_16(file) else "utf-8"
     # The escape that an invalid byte becomes is not valid in JSON.
     with open(file, encoding=encoding, errors="backslashreplace", newline="\n") as lines:
-        for line in lines:
-            content = line.strip().removeprefix("\ufeff")  # a file may be several files in one
-            if content:
-                yield content
+        # A file may be several files in one, each with a mark at its beginning.
+        json_lines = filter(None, (line.strip().removeprefix("\ufeff") for line in lines))
+        first_line = next(json_lines, "")
+        is_json = first_line in ("{", "[") or first_line.startswith("[{")
+        if is_json and encoding == "utf-8":
+            yield from _json(file)
+        elif first_line:
+            yield first_line
+            yield from json_lines
 
 
 def _csv(file: str) -> Iterator[str]:
@@ -326,9 +317,7 @@ def _csv(file: str) -> Iterator[str]:
             separator = _separator(lines, usual_separator)
             yield from map(json.dumps, _rows_of_csv(lines, separator, file))
         except (csv.Error, UnicodeError) as error:
-            remedy = ""
-            if isinstance(error, UnicodeError):
-                remedy = " Save it as UTF-8."
+            remedy = " Save it as UTF-8." if isinstance(error, UnicodeError) else ""
             raise ValueError(f"{file} is not valid CSV in UTF-8: {error}.{remedy}") from error
 
 
@@ -347,8 +336,10 @@ def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
         if separator == "\t":
             for cell in map(str, cells):
                 if "\t" in cell and "\n" in cell:
-                    location = f"near line {rows.line_num}; are quotes text?"
-                    raise csv.Error(f"a cell has tabs and line breaks, {location}")
+                    raise csv.Error(
+                        f"a cell has tabs and line breaks, near line {rows.line_num}; are quotes "
+                        "text?"
+                    )
         if None in row:  # more cells than the header, by a comma in a text without quotes
             yield cells
         else:
@@ -373,7 +364,7 @@ def _separator(lines: TextIO, usual_separator: str) -> str:
             continue
         cell_counts[separator] = len(cells)
     lines.seek(0)
-    return max(cell_counts, key=lambda separator: cell_counts[separator], default=usual_separator)
+    return max(cell_counts, key=cell_counts.__getitem__, default=usual_separator)
 
 
 def _is_utf_16(file: str) -> bool:

@@ -7,7 +7,7 @@ No image is written on the way, because a row is parsed only when it is read.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +30,6 @@ from .arguments import DataArguments, DataSource
 from .source import AnyData, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
 from .table import (
-    CheckedTable,
     RowReader,
     measure,
     require_valid_rows,
@@ -56,12 +55,13 @@ class TrainingData:
 class _PreparedRows:
     """Valid rows and a report on each of their sources.
 
-    `has_images` is whether any row has an image. Of a stream, only the first rows count.
+    `has_images` is whether rows have images that no report counts: the first rows of a stream, or
+    rows that were prepared before.
     """
 
     rows: AnyData
     reports: list[SourceReport]
-    has_images: bool
+    has_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def load_data(options: LoadOptions) -> TrainingData:
     sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
     held_out = None
     if streaming:
-        buffer_size = arguments.shuffle_buffer_size
-        mixture = _mix_streams(sources, fractions, checks, options.seed, buffer_size)
+        mixture = _mix_streams(
+            sources, fractions, checks, options.seed, arguments.shuffle_buffer_size
+        )
     else:
         mixture, held_out = _mix_tables(sources, fractions, checks, options.seed, split_size)
     if held_out_source:
@@ -171,17 +172,36 @@ def prepare_rows(
         ValueError: Too many rows are bad, no row is left, or images are missing where they are
             needed.
     """
-    if is_prepared(data):
-        prepared = _without_long_rows(data, checks, name, split)
-    else:
+    if not is_prepared(data):
         prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
+    else:  # they were checked before; only rows that are too long for `checks` are dropped
+        report = SourceReport(name, split)
+        if isinstance(data, Dataset):
+            facts = data.with_format(None).select_columns(["source", "row", "length"])
+            longest = math.inf if checks.max_length is None else checks.max_length
+            is_long = np.array(facts["length"][:]) > longest
+            if is_long.all():
+                raise ValueError(_no_row_left(name, checks))
+            long_rows = facts.select(np.flatnonzero(is_long))
+            report.dropped = list(filter(None, map(checks.too_long, long_rows)))
+            report.found = len(data)
+            report.bad = 0
+            report.too_long = len(report.dropped)
+            if report.dropped:
+                data = data.select(np.flatnonzero(~is_long))
+            report = replace(report, **measure(data))
+        elif checks.max_length is not None:
+            data = data.filter(ShortRows(name, checks))
+        prepared = _PreparedRows(data, [report], has_images=True)
     if need_images:
         _require_images(prepared)
     [report] = prepared.reports
     log_unused_and_changed(logger, name, report.left_out, report.changed)
     if report.dropped:
-        dropped_count = f"{len(report.dropped):,} of {report.found:,} rows"
-        logger.warning(f"{name}: {dropped_count} dropped. First: {report.dropped[0]}")
+        logger.warning(
+            f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: "
+            f"{report.dropped[0]}"
+        )
     _record_dropped(checks, [report])
     return prepared.rows, report
 
@@ -234,9 +254,10 @@ def _mix_tables(
         tables.append(checked.table)
         reports.append(checked.report)
     row_counts = list(map(len, tables))
-    names = [source.name for source in sources]
     repeats = [source.repeat for source in sources]
-    warning = _warning_of_unused_rows(names, row_counts, repeats, fractions)
+    warning = _warning_of_unused_rows(
+        [source.name for source in sources], row_counts, repeats, fractions
+    )
     if warning:
         logger.warning(warning)
     used_counts = _counts_of_mixture(row_counts, repeats, fractions)
@@ -251,12 +272,11 @@ def _mix_tables(
         held_out_source = Source("held out of training", ImageRules(), held_out_table)
         checked = sift_rows(held_out_table, reader, held_out_source, checks, "eval")
         require_valid_rows(checked, held_out_source, checks)
-        held_out = _in_memory(checked, reader)
+        held_out = _PreparedRows(rows_on_access(checked.table, reader), [checked.report])
         used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
     for report, used_count in zip(reports, used_counts, strict=True):
         report.used = used_count
-    any_has_images = any(report.images for report in reports)
-    return _PreparedRows(rows_on_access(mixed_table, reader), reports, any_has_images), held_out
+    return _PreparedRows(rows_on_access(mixed_table, reader), reports), held_out
 
 
 def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
@@ -265,70 +285,38 @@ def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedR
     Raises ValueError as [`require_valid_table`] and [`has_images`] do.
     """
     if isinstance(source.data, IterableDataset):
-        rows = stream(valid_rows, source=source, checks=checks)
-        report = stream_report(source, checks, split)
-        return _PreparedRows(rows, [report], has_images(source, checks))
+        return _PreparedRows(
+            stream(valid_rows, source=source, checks=checks),
+            [stream_report(source, checks, split)],
+            has_images(source, checks),
+        )
     reader = RowReader((source,))
-    return _in_memory(require_valid_table(reader, 0, checks, split), reader)
+    checked = require_valid_table(reader, 0, checks, split)
+    return _PreparedRows(rows_on_access(checked.table, reader), [checked.report])
 
 
-def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
-    """Returns the valid rows of a source, each parsed when it is read."""
-    rows = rows_on_access(checked.table, reader)
-    return _PreparedRows(rows, [checked.report], bool(checked.report.images))
-
-
-def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> _PreparedRows:
-    """Drops rows that are too long from prepared rows.
-
-    Raises ValueError if no row is left. Prepared rows count as rows with images, since they were
-    checked before.
-    """
-    if isinstance(data, IterableDataset):
-        if checks.max_length is not None:
-            data = data.filter(ShortRows(name, checks))
-        return _PreparedRows(data, [SourceReport(name, split)], has_images=True)
-    facts = data.with_format(None).select_columns(["source", "row", "length"])
-    longest = math.inf if checks.max_length is None else checks.max_length
-    is_long = np.array(facts["length"][:]) > longest
-    if is_long.all():
-        raise ValueError(_no_row_left(name, checks))
-    dropped_rows = list(filter(None, map(checks.too_long, facts.select(np.flatnonzero(is_long)))))
-    short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
-    report = SourceReport(
-        name,
-        split,
-        found=len(data),
-        bad=0,
-        too_long=len(dropped_rows),
-        dropped=dropped_rows,
-        **measure(short_rows),
-    )
-    return _PreparedRows(short_rows, [report], has_images=True)
-
-
+@dataclass
 class ShortRows:
     """Says which prepared rows of a stream are not too long, and records the others.
 
     Calling it raises ValueError after more than `MANY_ROWS` long rows without another between them.
     """
 
-    def __init__(self, name: str, checks: Checks):
-        self._name = name
-        self._checks = checks
-        self._dropped = 0  # since the last row that is not too long
+    name: str  # what messages call the rows
+    checks: Checks
+    dropped: int = 0  # since the last row that is not too long
 
     def __call__(self, row: ParsedRow) -> bool:
-        too_long = self._checks.too_long(row)
+        too_long = self.checks.too_long(row)
         if too_long is None:
-            self._dropped = 0
+            self.dropped = 0
             return True
-        if self._checks.dropped_rows:
-            self._checks.dropped_rows.add(too_long)
-        warn_once(f"{self._name}: rows longer than {self._checks.max_length} tokens are dropped.")
-        self._dropped += 1
-        if self._dropped > MANY_ROWS:  # a stream may have no end
-            raise ValueError(_no_row_left(self._name, self._checks))
+        if self.checks.dropped_rows:
+            self.checks.dropped_rows.add(too_long)
+        warn_once(f"{self.name}: rows longer than {self.checks.max_length} tokens are dropped.")
+        self.dropped += 1
+        if self.dropped > MANY_ROWS:  # a stream may have no end
+            raise ValueError(_no_row_left(self.name, self.checks))
         return False
 
 
@@ -338,11 +326,8 @@ def _no_row_left(name: str, checks: Checks) -> str:
 
 def is_prepared(data: AnyData) -> bool:
     """Returns whether [`prepare_rows`] or [`load_data`] returned these rows."""
-    if data.features == FEATURES:
-        return True
-    if not isinstance(data, Dataset):
-        return False
-    return isinstance(data.format["format_kwargs"].get("transform"), RowReader)
+    kwargs = data.format["format_kwargs"] if isinstance(data, Dataset) else {}
+    return data.features == FEATURES or isinstance(kwargs.get("transform"), RowReader)
 
 
 def _counts_of_mixture(
@@ -352,11 +337,11 @@ def _counts_of_mixture(
 
     Without fractions, each source has all of its rows, as often as `repeats` says.
     """
-    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
-    if not fractions:
-        return available_counts
-    sizes = [count / share for count, share in zip(available_counts, fractions, strict=True)]
-    return [round(min(sizes) * share) for share in fractions]
+    used_counts = np.multiply(counts, repeats)
+    if fractions:
+        size = np.divide(used_counts, fractions).min()
+        used_counts = np.rint(np.multiply(size, fractions)).astype(int)
+    return used_counts.tolist()
 
 
 def _drawn_rows(row_count: int, drawn_count: int, seed: list[int]) -> list[int]:
@@ -377,24 +362,25 @@ def _warning_of_unused_rows(
     The warning names the source that has too few rows.
     """
     used_counts = _counts_of_mixture(counts, repeats, fractions)
-    left_out = []
-    for name, row_count, drawn_count in zip(names, counts, used_counts, strict=True):
-        if drawn_count < row_count:
-            left_out.append(f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}")
+    left_out = [
+        f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}"
+        for name, row_count, drawn_count in zip(names, counts, used_counts, strict=True)
+        if drawn_count < row_count
+    ]
     if not left_out:
         return None
     # For each source, how large the mixture must be for its fraction to be all of its rows once.
-    sizes = [count / share for count, share in zip(counts, fractions, strict=True)]
-    sizes_with_repeats = [size * repeat for size, repeat in zip(sizes, repeats, strict=True)]
-    limiting_source = sizes_with_repeats.index(min(sizes_with_repeats))
+    sizes = np.divide(counts, fractions)
+    limiting_source = int(np.multiply(sizes, repeats).argmin())
     limiting_rows = f"{counts[limiting_source]:,} rows of {names[limiting_source]}"
     if repeats[limiting_source] > 1:
         limiting_rows += f", each {repeats[limiting_source]} times"
-    remedies = []
-    for name, size, repeat in zip(names, sizes, repeats, strict=True):
-        sufficient_repeat = math.ceil(max(sizes) / size - 1e-9)
-        if sufficient_repeat > repeat:
-            remedies.append(f"repeat: {sufficient_repeat} for {name}")
+    sufficient_repeats = np.ceil(sizes.max() / sizes - 1e-9).astype(int)
+    remedies = [
+        f"repeat: {sufficient} for {name}"
+        for name, repeat, sufficient in zip(names, repeats, sufficient_repeats, strict=True)
+        if sufficient > repeat
+    ]
     return (
         f"fraction {fractions[limiting_source]:.3g} of the mixture is {limiting_rows}. So the "
         f"mixture has {sum(used_counts):,} rows, without {' and '.join(left_out)}. To train on "
@@ -430,8 +416,10 @@ def _check_streams(
         raise ValueError("test_split_size needs data in memory, no stream. Give eval_dataset_name.")
     repeated = [source.path for source in sources if source.repeat > 1]
     if fractions and repeated:
-        problem = "A stream with fractions begins again whenever it ends, as often as they need."
-        raise ValueError(f"{problem} Leave repeat of {', '.join(repeated)} out.")
+        raise ValueError(
+            "A stream with fractions begins again whenever it ends, as often as they need. Leave "
+            f"repeat of {', '.join(repeated)} out."
+        )
     if len(sources) > 1 and not fractions:
         warn_once(
             "A stream of several data sets without fractions has a row of each in turn, until the "
@@ -441,7 +429,7 @@ def _check_streams(
 
 def _require_images(prepared: _PreparedRows) -> None:
     """Raises ValueError if no row has an image."""
-    if not prepared.has_images:
+    if not prepared.has_images and not any(report.images for report in prepared.reports):
         names = ", ".join(report.source for report in prepared.reports)
         raise ValueError(
             f"The rows read of {names} have no image. So nothing is trained if the language model "
@@ -451,11 +439,10 @@ def _require_images(prepared: _PreparedRows) -> None:
 
 def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
     """Writes the dropped rows into their file, if there is one, in the main process."""
-    if not checks.dropped_rows or not PartialState().is_main_process:
-        return
-    for report in reports:
-        for dropped in report.dropped:
-            checks.dropped_rows.add(dropped)
+    if checks.dropped_rows and PartialState().is_main_process:
+        for report in reports:
+            for dropped in report.dropped:
+                checks.dropped_rows.add(dropped)
 
 
 def _checked_fractions(sources: list[DataSource]) -> tuple[float, ...]:

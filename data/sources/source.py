@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeAlias
 
@@ -40,7 +40,7 @@ from .files import (
 AnyData: TypeAlias = Dataset | IterableDataset
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
-_SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
+_SHORT_FLOATS = ("float16", "float32")
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
@@ -79,9 +79,8 @@ class Source:
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
         # Types of the columns that hold short floats or numbers of classes, perhaps in lists.
-        column_types = self.data.features or {}
         self._restored_types = {}
-        for column, column_type in column_types.items():
+        for column, column_type in (self.data.features or {}).items():
             is_short_float = getattr(column_type, "dtype", None) in _SHORT_FLOATS
             if is_short_float or "ClassLabel(" in repr(column_type):
                 self._restored_types[column] = column_type
@@ -98,8 +97,7 @@ class Source:
                 yield from self.rows_at(range(len(self.data))[start : start + CHUNK])
             return
         stream = self.data.decode(False) if self.data.features else self.data
-        for number, stored in enumerate(stream.with_format(None)):
-            row = self._row(number, stored)
+        for row in starmap(self._row, enumerate(stream.with_format(None))):
             if _meets(row.content, self.filters):
                 yield self._named(row)
 
@@ -113,10 +111,7 @@ class Source:
             stored_rows = self.data[numbers].to_pylist()
         else:  # the user's own transform
             stored_rows = [self.data[number] for number in numbers]
-        rows = []
-        for number, stored_row in zip(numbers, stored_rows, strict=True):
-            rows.append(self._named(self._row(number, stored_row)))
-        return rows
+        return [self._named(row) for row in map(self._row, numbers, stored_rows)]
 
     def _row(self, number: int, stored: Any) -> StoredRow:
         """Returns a stored row with its own names of columns."""
@@ -149,18 +144,11 @@ class Source:
             content = renamed(content, self.columns)
         return row._replace(content=content)
 
-    def check_columns(self) -> None:
-        """Raises ValueError if `columns` names a column that no row has.
+    def check_named(self, option: str, named_columns: set[str]) -> None:
+        """Raises ValueError if an option names a column that no row has under this name.
 
         Of a stream, only the first 1,000 rows are read.
         """
-        named_columns = set(self.columns or ())
-        if isinstance(self.columns, dict):
-            named_columns = set(self.columns.values())
-        self._check_named("columns", named_columns)
-
-    def _check_named(self, option: str, named_columns: set[str]) -> None:
-        """Raises ValueError if an option names a column that no row has under this name."""
         if not named_columns:
             return
         row_limit = 1000 if isinstance(self.data, IterableDataset) else None
@@ -170,10 +158,9 @@ class Source:
                 known_columns.update(row.content)
             if named_columns <= known_columns:
                 return
-        absent_columns = ", ".join(map(repr, named_columns - known_columns))
-        listed_columns = ", ".join(sorted(known_columns))
         raise ValueError(
-            f"{option} names {absent_columns}, but the columns of the data are: {listed_columns}"
+            f"{option} names {', '.join(map(repr, named_columns - known_columns))}, but the "
+            f"columns of the data are: {', '.join(sorted(known_columns))}"
         )
 
     def filtered(self, filters: tuple[Filter, ...]) -> "Source":
@@ -186,7 +173,7 @@ class Source:
         if not filters:
             return self
         compared_columns = {condition.column for condition in filters}
-        self._check_named("filters", compared_columns)
+        self.check_named("filters", compared_columns)
         if isinstance(self.data, IterableDataset):
             return replace(self, filters=filters)
         stored_rows = self.data
@@ -198,8 +185,10 @@ class Source:
         row_count = len(stored_rows)
         if not kept_numbers:
             raise ValueError(f"none of its {row_count:,} rows has {conditions}. Change filters.")
-        counts = f"{len(kept_numbers):,} of {row_count:,} rows"
-        warn_once(f"{self.name}: {counts} have {conditions}. The others are not read.")
+        warn_once(
+            f"{self.name}: {len(kept_numbers):,} of {row_count:,} rows have {conditions}. The "
+            "others are not read."
+        )
         return replace(self, data=self.data.select(kept_numbers), numbers=kept_numbers)
 
 
@@ -223,8 +212,8 @@ def _restored(value: Any, kind: Any) -> Any:
     if isinstance(value, dict):
         return {key: _restored(element, kind[key]) for key, element in value.items()}
     if isinstance(value, float) and kind.dtype in _SHORT_FLOATS:
-        short_float = _SHORT_FLOATS[kind.dtype]
-        return float(str(short_float(value)))
+        short_float = np.dtype(kind.dtype).type(value)
+        return float(str(short_float))
     return value
 
 
@@ -246,32 +235,25 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
         raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
     hub_id = source.path if is_hub_id(source.path) and not path.exists() else None
     try:
-        return _opened(source, hub_id, streaming, num_proc)
+        data, folder = _read_rows(source, streaming, num_proc)
+        image_folder = source.image_folder or None
+        if not image_folder and not hub_id:
+            # If nothing has this path, it is a format that `datasets` knows.
+            image_folder = str(folder) if path.exists() else source.data_dir or os.curdir
+        rules = ImageRules(image_folder, hub_id)
+        dataset = hub_dataset(hub_id) if hub_id else None
+        opened = Source(source.path, rules, data, source.columns, dataset, repeat=source.repeat)
+        named_columns = set(source.columns or ())
+        if isinstance(source.columns, dict):
+            named_columns = set(source.columns.values())
+        opened.check_named("columns", named_columns)
+        return opened.filtered(parse_filters(source.filters))
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         source_name = f"{source.path} of the Hub" if hub_id else source.path
         raise ValueError(
             f"The data set {source_name}, split {source.split!r}, cannot be read: {reason}"
         ) from error
-
-
-def _opened(
-    source: DataSource, hub_id: str | None, streaming: bool, num_proc: int | None
-) -> Source:
-    """Opens a data set of the Hub, or local files."""
-    data, folder = _read_rows(source, streaming, num_proc)
-    image_folder = source.image_folder or None
-    dataset = None
-    if hub_id:
-        dataset = hub_dataset(hub_id)
-    elif not image_folder and Path(source.path).exists():
-        image_folder = str(folder)
-    elif not image_folder:  # the path is a format that `datasets` knows
-        image_folder = source.data_dir or os.curdir
-    rules = ImageRules(image_folder, hub_id)
-    opened = Source(source.path, rules, data, source.columns, dataset, repeat=source.repeat)
-    opened.check_columns()
-    return opened.filtered(parse_filters(source.filters))
 
 
 def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
@@ -311,7 +293,13 @@ def _read_rows(source: DataSource, streaming: bool, num_proc: int | None) -> tup
     if path.suffix.lower() in READERS:
         return open_files((source.path,), streaming), path.parent
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return _load_saved(path, source.split), path
+        saved_data = datasets.load_from_disk(str(path))
+        splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
+        if source.split not in splits:
+            raise ValueError(f"it has the splits {', '.join(splits)}.")
+        saved_split = splits[source.split]
+        _check_within(path, [file["filename"] for file in saved_split.cache_files])
+        return saved_split, path
     if path.is_dir() and not (source.name or source.data_dir or source.data_files):
         files = _chosen_files(path, source.split)
         if not files:
@@ -340,22 +328,40 @@ def _chosen_files(folder: Path, split: str) -> list[str]:
     files, unread_files = files_of_folder(folder, split)
     if unread_files:
         unread_names = ", ".join(Path(file).name for file in unread_files)
-        problem = f"{folder} has files that are not read: {unread_names}"
-        warn_once(f"{problem}. To read one of them, name it.")
+        warn_once(
+            f"{folder} has files that are not read: {unread_names}. To read one of them, name it."
+        )
     folders = sorted({Path(file).parent for file in files})
     if len(folders) > 1:
-        folder_names = ", ".join(map(str, folders))
-        raise ValueError(f"it has {METADATA} in several folders. Name one: {folder_names}.")
+        raise ValueError(
+            f"it has {METADATA} in several folders. Name one: {', '.join(map(str, folders))}."
+        )
     _check_within(folder, files)
     return files
 
 
 def _load_with_builder(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
-    """Loads the rows of a local file or folder, or of a Hub data set, as `datasets` reads them."""
-    builder = _builder(source)
+    """Loads the rows of a local file or folder, or of a Hub data set, as `datasets` reads them.
+
+    [`Shards`] reads tar files.
+    """
+    path = Path(source.path)
+    if path.is_file():
+        builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
+        source = replace(source, path=builder_name, name=None, data_files=source.path)
+    builder = datasets.load_dataset_builder(
+        source.path, source.name, source.data_dir, source.data_files
+    )
+    files_by_split = builder.config.data_files or {}
+    if path.is_dir() and not source.data_files:
+        _check_within(path / (source.data_dir or ""), chain.from_iterable(files_by_split.values()))
+    if isinstance(builder, WebDataset):
+        # The cache of the rows depends on this code.
+        builder = Shards(data_files=files_by_split, hash=Hasher.hash(Path(__file__).read_bytes()))
+    if isinstance(builder, Parquet):
+        builder.config.batch_size = 100  # by default a whole row group, of any size in memory
     if streaming:
         return builder.as_streaming_dataset(source.split)
-    files_by_split = builder.config.data_files or {}
     most_files = max(map(len, files_by_split.values()), default=1)
     processes = min(num_proc or cores(), most_files)
     # Nothing is verified, since cards are often wrong about the number of rows.
@@ -363,40 +369,6 @@ def _load_with_builder(source: DataSource, streaming: bool, num_proc: int | None
         verification_mode="no_checks", num_proc=processes if processes > 1 else None
     )
     return builder.as_dataset(source.split)
-
-
-def _builder(source: DataSource) -> datasets.DatasetBuilder:
-    """Returns the builder that reads a data set. [`Shards`] reads tar files."""
-    path = Path(source.path)
-    options: dict[str, Any] = {
-        "path": source.path,
-        "name": source.name,
-        "data_files": source.data_files,
-    }
-    if path.is_file():
-        builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
-        options = {"path": builder_name, "data_files": source.path}
-    builder = datasets.load_dataset_builder(data_dir=source.data_dir, **options)
-    if path.is_dir() and not source.data_files:
-        files_by_split = builder.config.data_files or {}
-        local_files = chain.from_iterable(files_by_split.values())
-        _check_within(path / (source.data_dir or ""), local_files)
-    if isinstance(builder, WebDataset):
-        code_version = Hasher.hash(Path(__file__).read_bytes())
-        builder = Shards(data_files=builder.config.data_files, hash=code_version)
-    if isinstance(builder, Parquet):
-        builder.config.batch_size = 100  # by default a whole row group, of any size in memory
-    return builder
-
-
-def _load_saved(folder: Path, split: str) -> Dataset:
-    """Loads a split of a folder that `save_to_disk` wrote. Raises errors of any kind."""
-    saved_data = datasets.load_from_disk(str(folder))
-    splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
-    if split not in splits:
-        raise ValueError(f"it has the splits {', '.join(splits)}.")
-    _check_within(folder, [file["filename"] for file in splits[split].cache_files])
-    return splits[split]
 
 
 def _check_within(folder: Path, files: Iterable[str]) -> None:
@@ -422,7 +394,13 @@ class Shards(WebDataset):
     def _get_pipeline_from_tar(
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
-        _check_end(tar_path)
+        if os.path.isfile(tar_path):
+            with open(tar_path, "rb") as shard:
+                first_block = shard.read(_BLOCK)
+                shard.seek(max(0, os.path.getsize(tar_path) - _BLOCK))
+                # `tarfile` would take the end of a shard that is cut off for its end.
+                if first_block[257:262] == b"ustar" and shard.read() != bytes(_BLOCK):
+                    raise ValueError(f"{tar_path} is cut off. Copy it again")
         for sample in super()._get_pipeline_from_tar(tar_path, _limited(tar_iterator)):
             key = sample.pop("__key__")
             del sample["__url__"]
@@ -445,22 +423,17 @@ class Shards(WebDataset):
                 json_text = content.decode("utf-8-sig", "backslashreplace")
             elif column in COLUMNS:  # bytes that are not UTF-8 become surrogates: the row is bad
                 columns[column] = content.decode("utf-8-sig", "surrogateescape")
-            else:
-                columns[cls._kind(column)] = "a file"
+            else:  # it is not read, or makes the row bad
+                spellings = {column, f".{column}"}  # `datasets` 4.7 has dots before extensions
+                if not spellings.isdisjoint(cls.VIDEO_EXTENSIONS):
+                    column = "video"
+                elif not spellings.isdisjoint(cls.AUDIO_EXTENSIONS):
+                    column = "audio"
+                columns[column] = "a file"
         row = row_of_json(json_text)
         if isinstance(row, dict):
             json_text = json.dumps(row | columns)
         return {"json": json_text, "images": images}
-
-    @classmethod
-    def _kind(cls, extension: str) -> str:
-        """Returns the column of a file that is not read, or makes the row bad."""
-        spellings = {extension, f".{extension}"}  # `datasets` 4.7 has dots before extensions
-        if not spellings.isdisjoint(cls.VIDEO_EXTENSIONS):
-            return "video"
-        if not spellings.isdisjoint(cls.AUDIO_EXTENSIONS):
-            return "audio"
-        return extension
 
 
 def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, BinaryIO]]:
@@ -470,9 +443,8 @@ def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, Binar
     """
     for name, file in files:
         suffix = PurePosixPath(name).suffix.lower()
-        most_bytes = 0
-        if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS:
-            most_bytes = MAX_IMAGE_BYTES + 1
+        is_used = suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS
+        most_bytes = MAX_IMAGE_BYTES + 1 if is_used else 0
         yield name, io.BytesIO(file.read(most_bytes))
 
 
@@ -482,15 +454,3 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     for part in re.split(r"(\d+)", name):
         sort_key.append((int(part), "") if part.isdigit() else (0, part))
     return sort_key
-
-
-def _check_end(path: str) -> None:
-    """Raises ValueError if a local shard is cut off. `tarfile` would take that for its end."""
-    if not os.path.isfile(path):
-        return
-    with open(path, "rb") as file:
-        first_block = file.read(_BLOCK)
-        file.seek(max(0, os.path.getsize(path) - _BLOCK))
-        last_block = file.read()
-    if first_block[257:262] == b"ustar" and last_block != bytes(_BLOCK):
-        raise ValueError(f"{path} is cut off. Copy it again")

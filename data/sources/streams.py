@@ -3,14 +3,23 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, islice, repeat, starmap
 from typing import Any
 
 import numpy as np
 from datasets import IterableDataset
 
-from ..rows import checks as row_checks
-from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows, warn_once
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    SourceReport,
+    check_images_are_read,
+    check_share,
+    parse_rows,
+    share_of_bad_rows,
+    warn_of_captions,
+    warn_once,
+)
 from ..rows.forms import looks_like
 from ..rows.images import Problem, image_problem
 from ..rows.parse import FEATURES, DroppedRow, ParsedRow
@@ -54,8 +63,7 @@ def endless_rows(
     if fractions:
         rows = _drawn(sources, checks, fractions, seed)
     else:
-        passes = (_in_turn(sources, checks) for _ in count())
-        rows = chain.from_iterable(passes)
+        rows = chain.from_iterable(starmap(_in_turn, repeat((sources, checks))))
     generator = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
@@ -68,17 +76,13 @@ def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[ParsedRow]:
     """Draws rows one by one, so that a resumed run that skips rows continues with the same rows."""
-    streams = [_passes(source, checks) for source in sources]
+    streams = []
+    for source in sources:
+        passes = starmap(valid_rows, repeat((source, checks)))
+        streams.append(chain.from_iterable(passes))
     generator = np.random.default_rng(seed)
     while True:
-        source_number = generator.choice(len(streams), p=fractions)
-        yield next(streams[source_number])
-
-
-def _passes(source: Source, checks: Checks) -> Iterator[ParsedRow]:
-    """Yields the valid rows of a source again and again."""
-    while True:
-        yield from valid_rows(source, checks)
+        yield next(streams[generator.choice(len(streams), p=fractions)])
 
 
 def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]:
@@ -86,7 +90,7 @@ def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]
     unfinished_sources = []
     for source in sources:
         # These are generators, so nothing is read yet.
-        passes = [valid_rows(source, checks) for _ in range(source.repeat)]
+        passes = starmap(valid_rows, repeat((source, checks), source.repeat))
         unfinished_sources.append(chain.from_iterable(passes))
     while unfinished_sources:
         for rows in tuple(unfinished_sources):
@@ -100,28 +104,26 @@ def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]
 def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
     """Yields the rows of a source that pass all checks, in parsed form. Records the other rows.
 
+    Warns of what a row has that is not read, and of what was changed in it.
+
     Raises:
         ValueError: Too many rows are bad, or no row is left.
     """
     is_empty = True
     for row in _checked_rows(source, checks):
         is_empty = False
-        for warning in _warnings(row):
+        warnings = list(row["changed"])
+        if row["unread"]:
+            warnings.append(f"what looks like an image is not read: {row['unread']}")
+        for column in row["left_out"]:
+            known_column = looks_like(column)
+            if known_column:
+                warnings.append(f"column not used: {column}, like {known_column}")
+        for warning in warnings:
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
     if is_empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all are dropped.")
-
-
-def _warnings(row: ParsedRow) -> Iterator[str]:
-    """Yields what a row has that is not read, and what was changed in it."""
-    if row["unread"]:
-        yield f"what looks like an image is not read: {row['unread']}"
-    for column in row["left_out"]:
-        known_column = looks_like(column)
-        if known_column:
-            yield f"column not used: {column}, like {known_column}"
-    yield from row["changed"]
 
 
 def stream_report(source: Source, checks: Checks, split: str) -> SourceReport:
@@ -137,13 +139,9 @@ def has_images(source: Source, checks: Checks) -> bool:
         ValueError: Too many of these rows are bad, or most show images that are not read.
     """
     rows = list(_checked_rows(source, checks, _FIRST))
-    image_count = 0
-    unread_counts = Counter[str]()
-    for row in rows:
-        image_count += row["image_count"]
-        if row["unread"]:
-            unread_counts[row["unread"]] += 1
-    row_checks.check_images_are_read(source.name, len(rows), image_count, unread_counts)
+    image_count = sum(row["image_count"] for row in rows)
+    unread_counts = Counter(row["unread"] for row in rows if row["unread"])
+    check_images_are_read(source.name, len(rows), image_count, unread_counts)
     return image_count > 0
 
 
@@ -168,15 +166,15 @@ def _checked_rows(source: Source, checks: Checks, first: int | None = None) -> I
             # If all may be bad, a list of them would grow for ever.
             if allowed_share < 1 or first:
                 bad_rows.append(dropped)
-            row_checks.check_share(source, bad_rows, max(number, MANY_ROWS), allowed_share)
+            check_share(source, bad_rows, max(number, MANY_ROWS), allowed_share)
         if not dropped:
-            row_checks.warn_of_captions(source.name, [row["form"]])
+            warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
     # The first rows are a sample. By chance it may have a larger share of bad rows than the whole.
     deviations = -3 if number == first else 0
-    row_checks.check_share(source, bad_rows, number, allowed_share, deviations)
+    check_share(source, bad_rows, number, allowed_share, deviations)
 
 
 def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[ParsedRow]:

@@ -3,8 +3,7 @@
 
 import gc
 import os
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -21,8 +20,21 @@ from filelock import FileLock
 from transformers import LlavaProcessor
 
 from ...assembly import chat_template
-from ..rows import checks as row_checks
-from ..rows.checks import MANY_ROWS, Checks, SourceReport, tokens_per_image
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    SourceReport,
+    by_kind,
+    check_images_are_read,
+    check_share,
+    image_problems,
+    parse_rows,
+    share_of_bad_rows,
+    tokens_per_image,
+    too_many,
+    unopened_image_problems,
+    warn_of_captions,
+)
 from ..rows.forms import image_name
 from ..rows.images import Problem
 from ..rows.parse import DroppedRow, control_tokens, parse_row
@@ -73,8 +85,7 @@ class RowReader:
         places = zip(table["part"], table["index"], strict=True)
         for part, places_in_source in groupby(places, key=itemgetter(0)):
             source = self.sources[part]
-            indices = [index for _, index in places_in_source]
-            for stored_row in source.rows_at(indices):
+            for stored_row in source.rows_at([index for _, index in places_in_source]):
                 rows.append(parse_row(stored_row.content, source.rules))
         columns = {"row": table["row"]}
         for column in ("images", "messages", "learned"):
@@ -112,9 +123,8 @@ def require_valid_table(reader: RowReader, part: int, checks: Checks, split: str
     checked = sift_rows(all_rows(source, part, checks), reader, source, checks, split)
     require_valid_rows(checked, source, checks)
     report = checked.report
-    row_checks.warn_of_captions(source.name, report.forms)
-    image_count = report.images or 0
-    row_checks.check_images_are_read(source.name, len(checked.table), image_count, report.unread)
+    warn_of_captions(source.name, report.forms)
+    check_images_are_read(source.name, len(checked.table), report.images or 0, report.unread)
     return checked
 
 
@@ -137,13 +147,14 @@ def require_valid_rows(checked: CheckedTable, source: Source, checks: Checks) ->
     report = checked.report
     row_count = len(checked.table) + len(report.dropped)
     bad_rows = [row for row in report.dropped if row.tokens is None]
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, row_count)
-    row_checks.check_share(source, bad_rows, row_count, allowed_share)
+    allowed_share = share_of_bad_rows(checks.bad_rows, source, row_count)
+    check_share(source, bad_rows, row_count, allowed_share)
     if not len(checked.table):
-        long_rows = f"{report.too_long} longer than max_length {checks.max_length}"
-        counts = f"{row_count} rows, {report.bad} bad, {long_rows}"
-        message = f"{source.name}: no row is left. {counts}."
-        raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
+        message = (
+            f"{source.name}: no row is left. {row_count} rows, {report.bad} bad, "
+            f"{report.too_long} longer than max_length {checks.max_length}."
+        )
+        raise ValueError("\n".join([message, *by_kind(report.dropped, 5)]))
 
 
 def sift_rows(
@@ -168,13 +179,36 @@ def sift_rows(
     Returns:
         The valid rows, and counts of all rows by what became of them.
     """
-    image_problems = _image_problems(table, reader, source, checks, split)
-    bad_rows = _bad_rows(table, image_problems)
-    long_rows = _long_rows(table, source, checks, bad_rows.keys())
+    allowed_share = share_of_bad_rows(checks.bad_rows, source, len(table))
+    # Of a sample of the images, or 0 if all are opened.
+    sampled_share = 0.0 if split != "train" or checks.check_images else allowed_share
+    is_refused = pc.is_valid(_column(table, "reason")).to_numpy()
+    has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
+    problems = _image_problems(
+        np.flatnonzero(has_images & ~is_refused), table, reader, source, sampled_share
+    )
+    bad_rows = {}
+    for number in sorted({*np.flatnonzero(is_refused).tolist(), *problems}):
+        row = table[number]
+        problem = (row["file"], row["reason"])
+        if row["reason"] is None:
+            problem = problems[number]
+        bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
+    long_rows = {}
+    if checks.max_length is not None:
+        is_long = pc.greater(_column(table, "length"), checks.max_length)
+        long_numbers = [
+            number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows
+        ]
+        table_rows = table.select(long_numbers)
+        stored_rows = source.rows_at(table_rows["index"][:])
+        for number, row, stored_row in zip(long_numbers, table_rows, stored_rows, strict=True):
+            dropped = checks.too_long({**row, "file": image_name(stored_row.content)})
+            assert dropped is not None
+            long_rows[number] = dropped
     valid_rows = table
     if bad_rows or long_rows:
         valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
     rows_by_file = _counts(table, "source")
     if len(rows_by_file) == 1:
         rows_by_file = {}
@@ -198,25 +232,22 @@ def sift_rows(
 
 
 def _image_problems(
-    table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
+    row_numbers: np.ndarray, table: Dataset, reader: RowReader, source: Source, share: float
 ) -> dict[int, Problem]:
-    """Returns by number the rows with images that cannot be read.
+    """Returns by number the rows with images that cannot be read, if at most `share` may be bad.
 
-    [`sift_rows`] says which images are opened. The files of the others are only looked for.
+    [`sift_rows`] says which images of the rows of these numbers are opened: all if `share` is 0.
+    The files of the others are only looked for.
     """
-    has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
-    row_numbers = np.flatnonzero(has_images & ~_is_refused(table))
-    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    is_sampled = allowed_share > 0 and split == "train" and not checks.check_images
-    if len(row_numbers) <= MANY_ROWS or not is_sampled:
+    if len(row_numbers) <= MANY_ROWS or share == 0:
         return _problems_of_opened(row_numbers, table, reader, source)
     generator = np.random.default_rng(0)
     sampled_numbers = np.sort(generator.choice(row_numbers, MANY_ROWS, replace=False))
     problems = _problems_of_opened(sampled_numbers, table, reader, source)
-    if row_checks.too_many(len(problems), MANY_ROWS, allowed_share, deviations=3):
+    if too_many(len(problems), MANY_ROWS, share, deviations=3):
         other_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
         return problems | _problems_of_opened(other_numbers, table, reader, source)
-    return row_checks.unopened_image_problems(table["paths"], source.rules) | problems
+    return unopened_image_problems(table["paths"], source.rules) | problems
 
 
 def _problems_of_opened(
@@ -224,39 +255,8 @@ def _problems_of_opened(
 ) -> dict[int, Problem]:
     """Opens the images of the rows of these numbers."""
     opened_rows = rows_on_access(table.select(row_numbers), reader)
-    problems = row_checks.image_problems(opened_rows, source.name, source.rules)
+    problems = image_problems(opened_rows, source.name, source.rules)
     return {int(row_numbers[position]): problem for position, problem in problems.items()}
-
-
-def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, DroppedRow]:
-    """Returns by number the rows that were refused when they were parsed or have a bad image."""
-    refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
-    bad_rows = {}
-    for number in sorted({*refused_numbers, *problems}):
-        row = table[number]
-        problem = (row["file"], row["reason"])
-        if row["reason"] is None:
-            problem = problems[number]
-        bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
-    return bad_rows
-
-
-def _long_rows(
-    table: Dataset, source: Source, checks: Checks, bad_rows: Container[int]
-) -> dict[int, DroppedRow]:
-    """Returns by number the rows that have too many tokens and are not bad."""
-    if checks.max_length is None:
-        return {}
-    is_long = pc.greater(_column(table, "length"), checks.max_length)
-    row_numbers = [number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows]
-    table_rows = table.select(row_numbers)
-    long_rows = {}
-    stored_rows = source.rows_at(table_rows["index"][:])
-    for number, table_row, stored_row in zip(row_numbers, table_rows, stored_rows, strict=True):
-        dropped = checks.too_long({**table_row, "file": image_name(stored_row.content)})
-        assert dropped is not None
-        long_rows[number] = dropped
-    return long_rows
 
 
 def measure(rows: Dataset) -> dict[str, Any]:
@@ -290,13 +290,7 @@ def _counts(table: Dataset, name: str) -> dict[str, int]:
 
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
     """Reads a column of a table in Arrow's form."""
-    column = table.with_format("arrow").select_columns(name)
-    return column[:][name]
-
-
-def _is_refused(table: Dataset) -> np.ndarray:
-    """Returns for each row whether it was refused when it was parsed."""
-    return pc.is_valid(_column(table, "reason")).to_numpy()
+    return table.with_format("arrow")[name][:]
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
@@ -316,32 +310,11 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     assert isinstance(source.data, Dataset)
     if not len(source.data):
         raise ValueError(f"{source.name} has no rows.")
-    cache_key = _cache_key(source, checks.processor)
-    chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
-    processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
-    cache_folder = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_folder / f"{cache_key}.lock"), _no_collections():
-        table = chunks.map(
-            _facts,
-            fn_kwargs={"data": source, "processor": checks.processor},
-            batched=True,
-            batch_size=1,
-            num_proc=processes if processes > 1 else None,
-            remove_columns=chunks.column_names,
-            features=TABLE_COLUMNS,
-            new_fingerprint=cache_key,
-            cache_file_name=str(cache_folder / f"{cache_key}.arrow"),
-            desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
-        )
-    return table.add_column("part", np.full(len(table), part, np.int32))
-
-
-def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
-    """Returns a hash of all that the facts of rows depend on: rows, rules, processor and code."""
+    # The cache depends on all that the facts of rows do: rows, rules, processor and code.
     row_facts = [source.name, source.data._fingerprint, source.columns, source.rules]
     image_folder = os.path.abspath(source.rules.folder or "")
     token_facts: list[Any] = []
+    processor = checks.processor
     if processor:
         tokenizer = processor.tokenizer
         token_facts = [
@@ -354,30 +327,37 @@ def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
         ]
     modules = [__file__, chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
     module_code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
-    return Hasher.hash([row_facts, image_folder, token_facts, module_code])
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keeps Python, also in processes that start within, from collecting garbage of cycles.
-
-    Rows leave none, but each collection would look at the million objects that libraries have: a
-    fifth of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    cache_key = Hasher.hash([row_facts, image_folder, token_facts, module_code])
+    chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
+    processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
+    cache_folder = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder / f"{cache_key}.lock"), ExitStack() as stack:
+        # Rows leave no garbage of cycles, but each collection, here and in processes that start
+        # within, would look at the million objects that libraries have: a fifth of the time.
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
+        table = chunks.map(
+            _facts,
+            fn_kwargs={"data": source, "processor": processor},
+            batched=True,
+            batch_size=1,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=chunks.column_names,
+            features=TABLE_COLUMNS,
+            new_fingerprint=cache_key,
+            cache_file_name=str(cache_folder / f"{cache_key}.arrow"),
+            desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
+        )
+    return table.add_column("part", np.full(len(table), part, np.int32))
 
 
 def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     """Parses a chunk of rows, and returns the columns of the table for them."""
     (start,) = chunk["start"]
     row_numbers = range(len(data.data))[start : start + CHUNK]
-    rows = row_checks.parse_rows(data.rows_at(row_numbers), data.rules, processor)
+    rows = parse_rows(data.rows_at(row_numbers), data.rules, processor)
     for index, row in enumerate(rows, start):
         row["index"] = index
         if row["reason"] is None:
