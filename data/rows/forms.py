@@ -6,7 +6,8 @@ docs/data.md has examples of the forms.
 
 import re
 import shlex
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -196,84 +197,84 @@ def read_row(raw: Any) -> Row:
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    aliases: dict[str | None, str] = {}  # the row's own names of columns, by known name
+    aliases = _aliases(raw)
     named = dict(raw)
-    for alias in raw:
-        known_column = ALIASES.get(alias)
-        if known_column is not None and is_empty(raw.get(known_column)):
-            aliases[known_column] = alias
-            named[known_column] = raw[alias]
+    for known_column, alias in aliases.items():
+        named[known_column] = raw[alias]
     images = _read_images(named)
-    has_images = bool(images)
-    form = _form(named, has_images)
+    form = _form(named, has_images=bool(images))
     question = _read_question(named, form, aliases)
-    _check_columns(named, has_images)
-    turns = _read_turns(named, form, question)
+    answer, accepted, notes = _learned_answer(question, form)
+    turns = _read_turns(question.prompt, answer, form)
     left_out = []
     for turn in turns:
         left_out += turn.left_out
-    left_out += unread_keys(raw, {*question.columns, *map(aliases.get, question.columns)})
-    turns, turn_changes = alternating(turns)
-    place_images(turns, images)
+    read_aliases = {aliases[column] for column in aliases.keys() & question.columns}
+    left_out += unread_keys(raw, question.columns | read_aliases)
+    _check_columns(named, has_images=bool(images))
+    _check_marks(turns)
+    _check_caption(named, form)
+    turns, turn_changes = alternating(_with_system(turns, named.get("system")))
+    turns = place_images(turns, images)
     return Row(
         form=form.question or form.answer or "image",
         messages=[{"role": turn.role, "content": turn.content} for turn in turns],
         images=[part["image"] for part in image_parts(turns)],
         learned=[turn.learned for turn in turns if turn.role == "assistant"],
         options=question.options,
-        accepted=question.accepted,
+        accepted=accepted,
         left_out=list(dict.fromkeys(left_out)),
-        changed=question.notes + turn_changes,
+        changed=notes + turn_changes,
     )
 
 
-def _read_question(raw: Mapping, form: Form, aliases: Container) -> Question:
-    """Returns the question of a row of any form. Its answer is the one that is learned."""
+def _aliases(raw: Mapping) -> dict[str, str]:
+    """Returns the row's own names of columns in `ALIASES`, by known name."""
+    aliases = {}
+    for alias in raw:
+        known_column = ALIASES.get(alias)
+        if known_column is not None and is_empty(raw.get(known_column)):
+            aliases[known_column] = alias
+    return aliases
+
+
+def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Question:
+    """Returns the question and answer of a row of any form, with the columns that are read."""
+    columns = frozenset((*form, "image", "images", "system"))
     if form.question == "question":
         question = read_question(raw)
-    else:
-        prompt = raw[form.question] if form.question else PROMPT
-        question = Question(prompt, raw.get(form.answer))
-    question.columns.update((*form, "image", "images", "system"))
+        return replace(question, columns=question.columns | columns)
+    prompt = raw[form.question] if form.question else PROMPT
+    answer = raw.get(form.answer)
     if form.answer == "caption" and "caption" in aliases:
-        question.answer = parsed(question.answer)  # several, as the name says
-    several_answers = accepted_answers(question.answer)
+        answer = parsed(answer)  # several, as the name says
+    return Question(prompt, answer, columns=columns)
+
+
+def _learned_answer(question: Question, form: Form) -> tuple[Any, list[str], list[str]]:
+    """Returns the answer that is learned, the right answers if there are several, and the notes."""
+    answer = question.answer
+    accepted = question.accepted
+    notes = []
+    several_answers = accepted_answers(answer)
     if several_answers:
-        question.accepted = several_answers
-        question.answer = max(several_answers, key=several_answers.count)  # the first of equals
-        if len(set(several_answers)) > 1:
-            question.notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
-    elif _is_text_of_list(question.answer):
-        question.notes.append(_LIST_OF_ANSWERS if form.question else _LIST_OF_CAPTIONS)
-    return question
+        accepted = several_answers
+        answer = max(accepted, key=accepted.count)  # the first of equals
+        if len(set(accepted)) > 1:
+            notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
+    elif _is_text_of_list(answer):
+        notes.append(_LIST_OF_ANSWERS if form.question else _LIST_OF_CAPTIONS)
+    return answer, accepted, notes
 
 
-def _read_turns(raw: Mapping, form: Form, question: Question) -> list[Turn]:
-    """Returns the turns of a row's question and answer, or of its list, and its system turn.
-
-    Raises ValueError if one of them cannot be read, as [`_check_texts`] does, or if the column
-    `system` does not hold a text, or differs from another system turn.
-    """
+def _read_turns(prompt: Any, answer: Any, form: Form) -> list[Turn]:
+    """Returns the turns of a prompt and its answer, or of a list of turns without an answer."""
     if form.question and not form.answer:
-        turns = read_turns(question.prompt, form.question, None)
-    else:
-        turns = read_turns(question.prompt, form.question or "", "user")
-        for turn in turns:
-            turn.learned = False
-        if question.answer is not None:
-            turns += read_turns(question.answer, str(form.answer), "assistant")
-    _check_texts(turns, raw, form)
-    system = raw.get("system")
-    if not is_empty(system):
-        system_turn = Turn("system", [text_part(system)])
-        has_system = bool(turns) and turns[0].role == "system"
-        has_other_system = has_system and turns[0].content != system_turn.content
-        if has_other_system or not isinstance(system, str):
-            raise ValueError(
-                "its column system is not text, or differs from its system turn; use one"
-            )
-        if not has_system:
-            turns.insert(0, system_turn)
+        return read_turns(prompt, form.question, None)
+    prompt_turns = read_turns(prompt, form.question or "", "user")
+    turns = [replace(turn, learned=False) for turn in prompt_turns]
+    if answer is not None:
+        turns += read_turns(answer, str(form.answer), "assistant")
     return turns
 
 
@@ -307,7 +308,8 @@ def _form(raw: Mapping, has_images: bool) -> Form:
         if form.question in present_columns and has_answer:
             return form
     for form in ROW_FORMS:
-        if (form.question or has_images) and (form.question or form.answer) in present_columns:
+        is_usable = form.question is not None or has_images
+        if is_usable and (form.question or form.answer) in present_columns:
             return form
     # An unknown column beside the images may be an unread question.
     if has_images and present_columns <= {"image", "images", "label"}:
@@ -341,6 +343,21 @@ def _is_text_of_list(answer: Any) -> bool:
     return may_be_list and len(accepted_answers(parsed(answer))) > 0
 
 
+def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
+    """Returns the turns with a system turn from the column `system`, if it holds anything.
+
+    Raises ValueError if it does not hold a text, or if the turns have another system turn.
+    """
+    if is_empty(system):
+        return turns
+    system_turn = Turn("system", [text_part(system)])
+    has_system = bool(turns) and turns[0].role == "system"
+    has_other_system = has_system and turns[0].content != system_turn.content
+    if has_other_system or not isinstance(system, str):
+        raise ValueError("its column system is not text, or differs from its system turn; use one")
+    return turns if has_system else [system_turn, *turns]
+
+
 def _check_columns(raw: Mapping, has_images: bool) -> None:
     """Raises ValueError if a row has videos, sounds, or an answer that is a bad example."""
     media_columns = ["videos", "audios"]
@@ -354,11 +371,8 @@ def _check_columns(raw: Mapping, has_images: bool) -> None:
             raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
 
 
-def _check_texts(turns: list[Turn], raw: Mapping, form: Form) -> None:
-    """Raises ValueError if a text has marks of videos, sounds or objects.
-
-    The same if the row's caption is JSON, or may be a question.
-    """
+def _check_marks(turns: list[Turn]) -> None:
+    """Raises ValueError if a text has marks of videos, sounds or objects."""
     for turn in turns:
         for part in turn.content:
             part_text = part.get("text") or ""
@@ -368,6 +382,10 @@ def _check_texts(turns: list[Turn], raw: Mapping, form: Form) -> None:
                 raise ValueError(
                     f"it has {mark[0].strip()} in a text; such marks are not filled in"
                 )
+
+
+def _check_caption(raw: Mapping, form: Form) -> None:
+    """Raises ValueError if a row has a caption that is JSON, or that may be a question."""
     if form.question or not form.answer:
         return
     caption = parsed(raw[form.answer])
@@ -376,10 +394,8 @@ def _check_texts(turns: list[Turn], raw: Mapping, form: Form) -> None:
             f"its {form.answer} is JSON, not a caption: {', '.join(map(str, caption))}"
         )
     if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
-        raise ValueError(
-            "it has question_id, so its text may be a question; use --columns question=text, or "
-            "else --columns caption=text"
-        )
+        remedy = "use --columns question=text, or else --columns caption=text"
+        raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
 
 def is_row_metadata(name: str) -> bool:

@@ -18,7 +18,7 @@ Options: TypeAlias = Mapping[str, str]
 """Texts of the options of a question, by letter."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Question:
     """The question and the answer of a row, as they are stored or as texts."""
 
@@ -26,44 +26,25 @@ class Question:
     answer: Any
     options: dict[str, str] = field(default_factory=dict)  # by letter
     accepted: list[str] = field(default_factory=list)  # right answers, if they are listed apart
-    columns: set[str | None] = field(default_factory=set)  # that were read
-    notes: list[str] = field(default_factory=list)  # on what was changed or is to be known
+    columns: frozenset[str | None] = frozenset()  # that were read
 
 
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`: hint, question, input and options, and the answer.
 
-    Raises ValueError if the options cannot be read, the answer is not one of them, or there are
-    several answers to options.
+    Raises ValueError if the options or the answer cannot be read.
     """
     options = options_of(raw)
-    prompt, columns = _read_prompt(raw, options)
-    columns.update(options if is_empty(raw.get("choices")) else ["choices"])
-    index = raw.get("answer_index")
-    answer = raw.get("answer")
-    several_answers = parsed(raw.get("answers"))
-    accepted: list[str] = []
-    if not is_empty(index):
-        columns.add("answer_index")
-        letters = list(options)
-        index_text = str(as_text(index)).removesuffix(".0")
-        if not index_text.isdecimal() or int(index_text) >= len(letters):
-            raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
-        answer = letters[int(index_text)]
-    else:
-        columns.add("answer")
-        if is_empty(answer):
-            columns.add("answers")
-            answer = None if is_empty(several_answers) else several_answers
-        elif answer in accepted_answers(several_answers):
-            columns.add("answers")
-            accepted = accepted_answers(several_answers)
-        if options and not is_empty(answer):
-            answer = _answer_among_options(answer, options)
+    prompt, prompt_columns = _read_prompt(raw, options)
+    answer, accepted, answer_columns = _read_answer(raw, options)
+    option_columns = set(options)
+    if not is_empty(raw.get("choices")):
+        option_columns = {"choices"}
+    columns = frozenset(prompt_columns | answer_columns | option_columns)
     return Question(prompt, answer, options, accepted, columns)
 
 
-def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str | None]]:
+def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     """Joins a question with its hint, its input and its options.
 
     Returns:
@@ -83,7 +64,7 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str | None]]:
     text_columns = ["question", "input"]
     if options and raw.get("hint") != "nan":  # as in MMBench
         text_columns.insert(0, "hint")
-    read_columns: set[str | None] = set()
+    read_columns = set()
     lines = []
     for column in text_columns:
         column_text = as_text(raw.get(column))
@@ -95,11 +76,49 @@ def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str | None]]:
         for letter, option in options.items()
     )
     if not shows_options:
-        lines += [f"{letter}. {option}" for letter, option in options.items()]
+        for letter, option in options.items():
+            lines.append(f"{letter}. {option}")
     prompt = "\n".join(filter(None, lines))
     if not prompt.strip():
         raise ValueError("its question is empty; read a caption with --columns caption=answer")
     return prompt, read_columns
+
+
+def _require_letter(index: Any, options: Options) -> str:
+    """Returns the letter of the option with a number from 0. Raises ValueError if there is none."""
+    letters = list(options)
+    index_text = str(as_text(index)).removesuffix(".0")
+    if not index_text.isdecimal() or int(index_text) >= len(letters):
+        raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
+    return letters[int(index_text)]
+
+
+def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[str]]:
+    """Reads the columns `answer_index`, `answer` and `answers`.
+
+    Returns:
+        The answer, perhaps a list of several. The right answers, if the answer is one of several.
+        The columns that were read.
+
+    Raises:
+        ValueError: The answer is not one of the options, or there are several answers to options.
+    """
+    index = raw.get("answer_index")
+    if not is_empty(index):
+        return _require_letter(index, options), [], {"answer_index"}
+    answer = raw.get("answer")
+    several_answers = parsed(raw.get("answers"))
+    accepted: list[str] = []
+    columns = {"answer"}
+    if is_empty(answer):
+        columns.add("answers")
+        answer = None if is_empty(several_answers) else several_answers
+    elif answer in accepted_answers(several_answers):
+        columns.add("answers")
+        accepted = accepted_answers(several_answers)
+    if options and not is_empty(answer):
+        answer = _answer_among_options(answer, options)
+    return answer, accepted, columns
 
 
 def _answer_among_options(answer: Any, options: Options) -> Any:

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any, TypeAlias
 
@@ -120,8 +120,9 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
 
     Raises ValueError if it is neither, or has an unknown role.
     """
-    items = element.items() if isinstance(element, Mapping) else ()
-    fields = {key: value for key, value in items if value is not None}
+    fields = {}
+    if isinstance(element, Mapping):
+        fields = {key: value for key, value in element.items() if value is not None}
     roles_by_key = _roles_by_key(fields)
     if not roles_by_key:
         raise ValueError(
@@ -131,12 +132,13 @@ def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
     for content_key, role_name in roles_by_key.items():
         role = ROLES.get(str(role_name).lower())
         if role is None:
+            known_roles = ", ".join(ROLES)
             raise ValueError(
-                f"turn {turn_number} has role {short(role_name)}; known are {', '.join(ROLES)}"
+                f"turn {turn_number} has role {short(role_name)}; known are {known_roles}"
             )
         turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
     if len(fields) > 2:
-        _read_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
+        return _with_other_keys(turns, fields, roles_by_key.keys(), turn_number, column)
     return turns
 
 
@@ -155,10 +157,10 @@ def _roles_by_key(fields: Mapping) -> dict[str, Any]:
     return {}
 
 
-def _read_other_keys(
+def _with_other_keys(
     turns: list[Turn], fields: Mapping, text_keys: Collection[str], turn_number: int, column: str
-) -> None:
-    """Adds what the other keys of an element hold to its turns.
+) -> list[Turn]:
+    """Returns the turns of an element with what its other keys hold.
 
     Other keys hold images, the system turn of a question with its answer, or whether a turn is
     learned.
@@ -169,44 +171,46 @@ def _read_other_keys(
         text_keys: The keys of the texts that were read.
         turn_number: The number of the element in its list.
         column: The column of the list.
-
-    Raises:
-        ValueError: The images do not fit the turn, or one of the `LEARNED` keys is not 0 or 1.
     """
     is_pair = len(turns) == 2
     read_keys = {"from", "role", *text_keys}
     for images_key in ("images", "image"):
         if not is_empty(fields.get(images_key)):
-            place_images(turns[:1], as_list(fields[images_key]))
+            images = as_list(fields[images_key])
+            turns = place_images(turns[:1], images) + turns[1:]
             read_keys.add(images_key)
             break
     system = fields.get("system")
     if is_pair and turn_number == 0 and isinstance(system, str):  # XTuner's
-        turns.insert(0, Turn("system", [text_part(system)]))
+        turns = [Turn("system", [text_part(system)]), *turns]
         read_keys.add("system")
     last_turn = turns[-1]
-    for learned_key in LEARNED.intersection(fields):
+    is_learned = _is_learned(fields, turn_number)
+    for learned_key in LEARNED:
+        # The other turns are never learned, so a key that asks for it is not read.
+        if last_turn.role == "assistant" or not fields.get(learned_key):
+            read_keys.add(learned_key)
+    left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
+    return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
+
+
+def _is_learned(fields: Mapping, turn_number: int) -> bool:
+    """Whether a turn is learned. Raises ValueError if one of the `LEARNED` keys is not 0 or 1."""
+    learned_keys = LEARNED.intersection(fields)
+    for learned_key in learned_keys:
         value = fields[learned_key]
         if value not in (0, 1):
             raise ValueError(
                 f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
             )
-        last_turn.learned = last_turn.learned and bool(value)
-        # The other turns are never learned, so a key that asks for it is not read.
-        if last_turn.role == "assistant" or not value:
-            read_keys.add(learned_key)
-    last_turn.left_out += unread_keys(fields, read_keys, f"{column}.")
+    return all(fields[learned_key] for learned_key in learned_keys)
 
 
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
     """Reads the content of a turn: a text, or a list of parts. Raises ValueError for others."""
     stored_content = as_text(stored_content)
-    # A user's text may hold parts as JSON, if they show an image. The assistant's texts are never
-    # parsed, since they are learned as they are written.
-    if role == "user" and isinstance(stored_content, str) and stored_content.startswith("[{"):
-        content_parts = parsed(stored_content)
-        if are_parts(content_parts) and "image" in map(_part_kind, content_parts):
-            stored_content = content_parts
+    if role == "user":
+        stored_content = _parts_in_text(stored_content)
     if isinstance(stored_content, str):
         if role == "user":
             return Turn(role, _split_text(stored_content))
@@ -215,12 +219,26 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
         raise ValueError(
             f"turn {turn_number} must have text or a list of parts, got {short(stored_content)}"
         )
-    turn = Turn(role, [])
+    parts = []
+    left_out = []
     for stored_part in stored_content:
-        part, left_out = _read_part(stored_part, turn_number, f"{column}.content.")
-        turn.content.append(part)
-        turn.left_out += left_out
-    return turn
+        part, part_left_out = _read_part(stored_part, turn_number, f"{column}.content.")
+        parts.append(part)
+        left_out += part_left_out
+    return Turn(role, parts, left_out=left_out)
+
+
+def _parts_in_text(content: Any) -> Any:
+    """Returns the parts that a user's text holds as JSON, if they show an image.
+
+    Any other content is returned unchanged. The assistant's texts are never parsed, since they are
+    learned as they are written.
+    """
+    if isinstance(content, str) and content.startswith("[{"):
+        parts = parsed(content)
+        if are_parts(parts) and "image" in map(_part_kind, parts):
+            return parts
+    return content
 
 
 def _part_kind(part: Any) -> str | None:
@@ -269,24 +287,25 @@ def _split_text(text: str) -> list[Part]:
     breaks beside these markers are not read, because the chat template decides what separates an
     image from its question. Texts on both sides of a marker stay as they are.
     """
-    pieces = _MARKERS.split(text)  # a text, then the path in a marker or None, then a text
-    marker_numbers = range(1, len(pieces), 2)
-    for number in marker_numbers:  # markers at the beginning
-        if pieces[number - 1] not in _BREAKS:
+    pieces = _MARKERS.split(text)
+    texts = pieces[0::2]
+    paths = pieces[1::2]  # in the markers; None for a marker without one
+    for marker_number in range(len(paths)):  # markers at the beginning
+        if texts[marker_number] not in _BREAKS:
             break
-        pieces[number - 1] = ""
-        pieces[number + 1] = _FIRST_BREAK.sub("", pieces[number + 1])
-    for number in reversed(marker_numbers):  # markers at the end
-        if pieces[number + 1] not in _BREAKS:
+        texts[marker_number] = ""
+        texts[marker_number + 1] = _FIRST_BREAK.sub("", texts[marker_number + 1])
+    for marker_number in reversed(range(len(paths))):  # markers at the end
+        if texts[marker_number + 1] not in _BREAKS:
             break
-        pieces[number + 1] = ""
-        pieces[number - 1] = _LAST_BREAK.sub("", pieces[number - 1])
+        texts[marker_number + 1] = ""
+        texts[marker_number] = _LAST_BREAK.sub("", texts[marker_number])
     parts: list[Part] = []
-    for number, piece in enumerate(pieces):
-        if number in marker_numbers:
-            parts.append({"type": "image", "image": piece})
-        elif piece:
+    for piece_number, piece in enumerate(texts):
+        if piece:
             parts.append(text_part(piece))
+        if piece_number < len(paths):
+            parts.append({"type": "image", "image": paths[piece_number]})
     return parts or [text_part("")]
 
 
@@ -298,17 +317,14 @@ def image_parts(turns: list[Turn]) -> list[Part]:
     return parts
 
 
-def place_images(turns: list[Turn], images: Sequence[Any]) -> None:
-    """Puts each image in an image part of the turns that has none yet, in order.
+def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
+    """Returns the turns with each image in an image part that has none yet, in order.
 
     Without any image parts, the images come first in the first turn of the user. Raises ValueError
     if the images do not fit the parts.
     """
     if not image_parts(turns):
-        for turn in turns:
-            if turn.role == "user":
-                turn.content[:0] = [{"type": "image"} for _ in images]
-                break
+        turns = _with_markers(turns, len(images))
     empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
     if len(empty_parts) != len(images):
         raise ValueError(
@@ -317,32 +333,52 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> None:
     for image_number, part in enumerate(empty_parts):
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
-        part["image"] = images[image_number]
+    filled_turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
+    remaining_images = iter(images)
+    for part in image_parts(filled_turns):
+        if part.get("image") is None:
+            part["image"] = next(remaining_images)
+    return filled_turns
+
+
+def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
+    """Returns the turns with `count` image parts without images before the first question."""
+    for turn_number, turn in enumerate(turns):
+        if turn.role == "user":
+            question = replace(turn, content=[{"type": "image"}] * count + turn.content)
+            return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
+    return turns
 
 
 def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     """Leaves a leading answer out, and joins user turns in a row to one turn.
 
-    A line break joins two texts.
-
     Returns:
         The turns, and in words what was changed.
     """
     changes = []
-    start = 1 if turns and turns[0].role == "system" else 0
+    start = 0
+    if turns and turns[0].role == "system":
+        start = 1
     if len(turns) > start + 1 and turns[start].role == "assistant":
-        del turns[start]
+        turns = turns[:start] + turns[start + 1 :]
         changes.append("a leading assistant turn is left out")
     joined_turns: list[Turn] = []
     for turn in turns:
         if joined_turns and turn.role == joined_turns[-1].role == "user":
-            content = joined_turns[-1].content
-            types_beside = [part["type"] for part in content[-1:] + turn.content[:1]]
-            if types_beside == ["text", "text"]:
-                content.append(text_part("\n"))
-            content.extend(turn.content)
+            content = _join_contents(joined_turns[-1].content, turn.content)
+            joined_turns[-1] = replace(turn, content=content)
         else:
             joined_turns.append(turn)
     if len(joined_turns) < len(turns):
         changes.append("user turns in a row are one turn")
     return joined_turns, changes
+
+
+def _join_contents(first: list[Part], second: list[Part]) -> list[Part]:
+    """Joins the parts of two turns, with a line break between two texts."""
+    if first and second:
+        part_types = {first[-1]["type"], second[0]["type"]}
+        if part_types == {"text"}:
+            return [*first, text_part("\n"), *second]
+    return first + second
