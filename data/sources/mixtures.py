@@ -7,7 +7,7 @@ No image is written on the way, because a row is parsed only when it is read.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -174,25 +174,12 @@ def prepare_rows(
     """
     if not is_prepared(data):
         prepared = _check_and_prepare(Source(name, ImageRules(), data), checks, split)
-    else:  # they were checked before; only rows that are too long for `checks` are dropped
-        report = SourceReport(name, split)
-        if isinstance(data, Dataset):
-            facts = data.with_format(None).select_columns(["source", "row", "length"])
-            longest = math.inf if checks.max_length is None else checks.max_length
-            is_long = np.array(facts["length"][:]) > longest
-            if is_long.all():
-                raise ValueError(_no_row_left(name, checks))
-            long_rows = facts.select(np.flatnonzero(is_long))
-            report.dropped = list(filter(None, map(checks.too_long, long_rows)))
-            report.found = len(data)
-            report.bad = 0
-            report.too_long = len(report.dropped)
-            if report.dropped:
-                data = data.select(np.flatnonzero(~is_long))
-            report = replace(report, **measure(data))
-        elif checks.max_length is not None:
+    elif isinstance(data, Dataset):
+        prepared = _without_long_rows(data, checks, name, split)
+    else:
+        if checks.max_length is not None:
             data = data.filter(ShortRows(name, checks))
-        prepared = _PreparedRows(data, [report], has_images=True)
+        prepared = _PreparedRows(data, [SourceReport(name, split)], has_images=True)
     if need_images:
         _require_images(prepared)
     [report] = prepared.reports
@@ -293,6 +280,27 @@ def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedR
     reader = RowReader((source,))
     checked = require_valid_table(reader, 0, checks, split)
     return _PreparedRows(rows_on_access(checked.table, reader), [checked.report])
+
+
+def _without_long_rows(data: Dataset, checks: Checks, name: str, split: str) -> _PreparedRows:
+    """Drops rows that are too long from prepared rows. Raises ValueError if no row is left."""
+    facts = data.with_format(None).select_columns(["source", "row", "length"])
+    longest = math.inf if checks.max_length is None else checks.max_length
+    is_long = np.array(facts["length"][:]) > longest
+    if is_long.all():
+        raise ValueError(_no_row_left(name, checks))
+    dropped_rows = list(filter(None, map(checks.too_long, facts.select(np.flatnonzero(is_long)))))
+    short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
+    report = SourceReport(
+        name,
+        split,
+        found=len(data),
+        bad=0,
+        too_long=len(dropped_rows),
+        dropped=dropped_rows,
+        **measure(short_rows),
+    )
+    return _PreparedRows(short_rows, [report], has_images=True)
 
 
 @dataclass
