@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, repeat, starmap
+from itertools import chain, islice, repeat, starmap, zip_longest
 from typing import Any
 
 import numpy as np
@@ -76,29 +76,22 @@ def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[ParsedRow]:
     """Draws rows one by one, so that a resumed run that skips rows continues with the same rows."""
-    streams = []
-    for source in sources:
-        passes = starmap(valid_rows, repeat((source, checks)))
-        streams.append(chain.from_iterable(passes))
+    streams = [
+        chain.from_iterable(starmap(valid_rows, repeat((source, checks)))) for source in sources
+    ]
     generator = np.random.default_rng(seed)
     while True:
         yield next(streams[generator.choice(len(streams), p=fractions)])
 
 
 def _in_turn(sources: tuple[Source, ...], checks: Checks) -> Iterator[ParsedRow]:
-    """Yields one pass: a row of each source in turn, until every source has ended."""
-    unfinished_sources = []
-    for source in sources:
-        # These are generators, so nothing is read yet.
-        passes = starmap(valid_rows, repeat((source, checks), source.repeat))
-        unfinished_sources.append(chain.from_iterable(passes))
-    while unfinished_sources:
-        for rows in tuple(unfinished_sources):
-            row = next(rows, None)
-            if row is None:
-                unfinished_sources.remove(rows)
-            else:
-                yield row
+    """Returns one pass: a row of each source in turn, until every source has ended."""
+    streams = [
+        chain.from_iterable(starmap(valid_rows, repeat((source, checks), source.repeat)))
+        for source in sources
+    ]
+    # A source that has ended gives None.
+    return filter(None, chain.from_iterable(zip_longest(*streams)))
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:

@@ -187,28 +187,27 @@ def sift_rows(
     problems = _image_problems(
         np.flatnonzero(has_images & ~is_refused), table, reader, source, sampled_share
     )
-    bad_rows = {}
-    for number in sorted({*np.flatnonzero(is_refused).tolist(), *problems}):
+    bad_numbers = sorted({*np.flatnonzero(is_refused).tolist(), *problems})
+    dropped_rows = []
+    for number in bad_numbers:
         row = table[number]
         problem = (row["file"], row["reason"])
         if row["reason"] is None:
             problem = problems[number]
-        bad_rows[number] = DroppedRow(row["source"], row["row"], *problem)
-    long_rows = {}
+        dropped_rows.append(DroppedRow(row["source"], row["row"], *problem))
+    long_numbers = np.array([], int)
     if checks.max_length is not None:
         is_long = pc.greater(_column(table, "length"), checks.max_length)
-        long_numbers = [
-            number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows
-        ]
+        long_numbers = np.setdiff1d(np.flatnonzero(is_long), bad_numbers)
         table_rows = table.select(long_numbers)
         stored_rows = source.rows_at(table_rows["index"][:])
-        for number, row, stored_row in zip(long_numbers, table_rows, stored_rows, strict=True):
-            dropped = checks.too_long({**row, "file": image_name(stored_row.content)})
-            assert dropped is not None
-            long_rows[number] = dropped
+        for row, stored_row in zip(table_rows, stored_rows, strict=True):
+            long_row = checks.too_long({**row, "file": image_name(stored_row.content)})
+            assert long_row is not None
+            dropped_rows.append(long_row)
     valid_rows = table
-    if bad_rows or long_rows:
-        valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
+    if dropped_rows:
+        valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_numbers, *long_numbers]))
     rows_by_file = _counts(table, "source")
     if len(rows_by_file) == 1:
         rows_by_file = {}
@@ -216,16 +215,16 @@ def sift_rows(
         source.name,
         split,
         found=len(table),
-        bad=len(bad_rows),
-        too_long=len(long_rows),
-        dropped=[*bad_rows.values(), *long_rows.values()],
+        bad=len(bad_numbers),
+        too_long=len(long_numbers),
+        dropped=dropped_rows,
         dataset=source.dataset,
         forms=_counts(valid_rows, "form"),
         unread=_counts(valid_rows, "unread"),
         left_out=_counts(valid_rows, "left_out"),
         changed=_counts(valid_rows, "changed"),
         files=rows_by_file,
-        skippable=max(0, int(allowed_share * len(table)) - len(bad_rows)),
+        skippable=max(0, int(allowed_share * len(table)) - len(bad_numbers)),
         **measure(valid_rows),
     )
     return CheckedTable(valid_rows, report)
