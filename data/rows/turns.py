@@ -209,12 +209,14 @@ def _is_learned(fields: Mapping, turn_number: int) -> bool:
 def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
     """Reads the content of a turn: a text, or a list of parts. Raises ValueError for others."""
     stored_content = as_text(stored_content)
-    if role == "user":
-        stored_content = _parts_in_text(stored_content)
     if isinstance(stored_content, str):
-        if role == "user":
+        # The assistant's texts are never parsed, since they are learned as they are written.
+        if role != "user":
+            return Turn(role, [text_part(stored_content)])
+        stored_parts = parsed(stored_content) if stored_content.startswith("[{") else None
+        if not are_parts(stored_parts) or "image" not in map(_part_kind, stored_parts):
             return Turn(role, _split_text(stored_content))
-        return Turn(role, [text_part(stored_content)])
+        stored_content = stored_parts
     if not isinstance(stored_content, (list, tuple)):
         raise ValueError(
             f"turn {turn_number} must have text or a list of parts, got {short(stored_content)}"
@@ -226,19 +228,6 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
         parts.append(part)
         left_out += part_left_out
     return Turn(role, parts, left_out=left_out)
-
-
-def _parts_in_text(content: Any) -> Any:
-    """Returns the parts that a user's text holds as JSON, if they show an image.
-
-    Any other content is returned unchanged. The assistant's texts are never parsed, since they are
-    learned as they are written.
-    """
-    if isinstance(content, str) and content.startswith("[{"):
-        parts = parsed(content)
-        if are_parts(parts) and "image" in map(_part_kind, parts):
-            return parts
-    return content
 
 
 def _part_kind(part: Any) -> str | None:
@@ -325,6 +314,7 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     """
     if not image_parts(turns):
         turns = _with_markers(turns, len(images))
+    turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
     empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
     if len(empty_parts) != len(images):
         raise ValueError(
@@ -333,12 +323,8 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     for image_number, part in enumerate(empty_parts):
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
-    filled_turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
-    remaining_images = iter(images)
-    for part in image_parts(filled_turns):
-        if part.get("image") is None:
-            part["image"] = next(remaining_images)
-    return filled_turns
+        part["image"] = images[image_number]
+    return turns
 
 
 def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
@@ -353,6 +339,8 @@ def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
 def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     """Leaves a leading answer out, and joins user turns in a row to one turn.
 
+    A line break comes between two texts that are joined.
+
     Returns:
         The turns, and in words what was changed.
     """
@@ -366,19 +354,13 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     joined_turns: list[Turn] = []
     for turn in turns:
         if joined_turns and turn.role == joined_turns[-1].role == "user":
-            content = _join_contents(joined_turns[-1].content, turn.content)
-            joined_turns[-1] = replace(turn, content=content)
+            content = joined_turns[-1].content
+            adjacent_types = [part["type"] for part in content[-1:] + turn.content[:1]]
+            if adjacent_types == ["text", "text"]:
+                content = [*content, text_part("\n")]
+            joined_turns[-1] = replace(turn, content=content + turn.content)
         else:
             joined_turns.append(turn)
     if len(joined_turns) < len(turns):
         changes.append("user turns in a row are one turn")
     return joined_turns, changes
-
-
-def _join_contents(first: list[Part], second: list[Part]) -> list[Part]:
-    """Joins the parts of two turns, with a line break between two texts."""
-    if first and second:
-        part_types = {first[-1]["type"], second[0]["type"]}
-        if part_types == {"text"}:
-            return [*first, text_part("\n"), *second]
-    return first + second

@@ -24,7 +24,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "!=": operator.ne,
 }
 _EQUALITIES = ("=", "!=")  # of any values; the others compare only numbers
-_FILTER_REMEDY = "Write filters as relevance_min>=4, language=en or split!=test."
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -299,7 +298,10 @@ def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
     for text in texts or ():
         match = isinstance(text, str) and _FILTER.fullmatch(text)
         if not match:
-            raise ValueError(f"filters has {text!r}, not a condition. {_FILTER_REMEDY}")
+            raise ValueError(
+                f"filters has {text!r}, not a condition. Write filters as relevance_min>=4, "
+                "language=en or split!=test."
+            )
         column, comparison, value = match.groups()
         comparison = comparison.replace("==", "=")
         if comparison not in _EQUALITIES and _number(value) is None:

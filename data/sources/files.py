@@ -4,7 +4,6 @@
 So a row is kept as its JSON text, and [`row_of_json`] parses it.
 """
 
-import codecs
 import csv
 import json
 import logging
@@ -38,7 +37,6 @@ _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _LIST_START = re.compile(r"\s*\[\s*")
 _SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
 _TABLES = {".parquet", ".arrow"}
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SEPARATORS = (",", ";", "\t", "|")  # of cells, by the countries and programs that write them
 _NAMED_SEPARATOR = re.compile(r"sep=(.)\s*")  # a first line that Excel reads
 
@@ -188,10 +186,8 @@ def _json(file: str) -> Iterator[str]:
 
     Raises ValueError if it is none of them, or not valid.
     """
-    with open(file, "rb") as binary_file:
-        encoding = json.detect_encoding(binary_file.read(4))
     try:
-        text = Path(file).read_text(encoding)
+        text = Path(file).read_text(_encoding(file))
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not valid JSON: {error}. Save it as UTF-8.") from error
     try:
@@ -293,14 +289,12 @@ def _elements(text: str) -> Iterator[str]:
 
 def _json_lines(file: str) -> Iterator[str]:
     """Yields the texts of the rows in a file of JSON lines. One that holds JSON is read as such."""
-    encoding = "utf-16" if _is_utf_16(file) else "utf-8"
     # The escape that an invalid byte becomes is not valid in JSON.
-    with open(file, encoding=encoding, errors="backslashreplace", newline="\n") as lines:
+    with open(file, encoding=_encoding(file), errors="backslashreplace", newline="\n") as lines:
         # A file may be several files in one, each with a mark at its beginning.
         json_lines = filter(None, (line.strip().removeprefix("\ufeff") for line in lines))
         first_line = next(json_lines, "")
-        is_json = first_line in ("{", "[") or first_line.startswith("[{")
-        if is_json and encoding == "utf-8":
+        if first_line in ("{", "[") or first_line.startswith("[{"):
             yield from _json(file)
         elif first_line:
             yield first_line
@@ -311,8 +305,7 @@ def _csv(file: str) -> Iterator[str]:
     """Yields the rows of a CSV or TSV file as JSON texts. Raises ValueError if it is not valid."""
     csv.field_size_limit(sys.maxsize)
     usual_separator = "\t" if file.lower().endswith(".tsv") else ","
-    encoding = "utf-16" if _is_utf_16(file) else "utf-8-sig"
-    with open(file, newline="", encoding=encoding) as lines:
+    with open(file, newline="", encoding=_encoding(file)) as lines:
         try:
             separator = _separator(lines, usual_separator)
             yield from map(json.dumps, _rows_of_csv(lines, separator, file))
@@ -367,10 +360,10 @@ def _separator(lines: TextIO, usual_separator: str) -> str:
     return max(cell_counts, key=cell_counts.__getitem__, default=usual_separator)
 
 
-def _is_utf_16(file: str) -> bool:
-    """Whether a file begins with the mark of UTF-16, as Excel's "Unicode Text" does."""
+def _encoding(file: str) -> str:
+    """Reads which UTF a file is in: often UTF-8, but UTF-16 in Excel's "Unicode Text"."""
     with open(file, "rb") as binary_file:
-        return binary_file.read(2) in _UTF_16
+        return json.detect_encoding(binary_file.read(4))
 
 
 # By the suffix of a file of rows.
