@@ -266,7 +266,7 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
         with torch.no_grad():
             features = model.get_image_features(pixels).pooler_output
         counts.append(sum(len(image_features) for image_features in features))
-    if any(count != prompt_count for count in counts):
+    if set(counts) != {prompt_count}:
         raise ValueError(
             f"An image has {prompt_count} image tokens in the prompt, and "
             f"{' and '.join(map(str, counts))} by processor and model. "

@@ -198,9 +198,8 @@ def _from_float16(tensor: Tensor) -> Tensor:
 def memory_limit() -> int:
     """Returns the bytes that this process may have, in the machine and in its containers."""
     limits = [psutil.virtual_memory().total]
-    for folder, (limit_file, _) in _containers():
-        with suppress(OSError, ValueError):  # there is none, or no limit: "max"
-            limits.append(int((folder / limit_file).read_text()))
+    for _, limit, _ in _containers():
+        limits.append(limit)
     return min(limits)
 
 
@@ -210,9 +209,8 @@ def free_memory() -> int:
     Memory with pages of files counts as free.
     """
     free_bytes = [psutil.virtual_memory().available]
-    for folder, (limit_file, usage_file) in _containers():
-        with suppress(OSError, ValueError, KeyError):  # there is none, or no limit: "max"
-            limit = int((folder / limit_file).read_text())
+    for folder, limit, usage_file in _containers():
+        with suppress(OSError, ValueError, KeyError):
             usage = int((folder / usage_file).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()
             statistics = dict(line.split() for line in lines)
@@ -221,8 +219,10 @@ def free_memory() -> int:
     return max(0, min(free_bytes))
 
 
-def _containers() -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Yields folders of this process's control groups up to the root, with their `LIMITS`.
+def _containers() -> Iterator[tuple[Path, int, str]]:
+    """Yields the limited control groups of this process, up to the root.
+
+    Each has its folder, its limit in bytes, and the name of its file with the usage.
 
     `/proc/self/cgroup` has a line for each hierarchy: `0::PATH` of version 2, and of version 1
     `NUMBER:memory:PATH`. In a container, the path may be the host's and not exist.
@@ -231,16 +231,15 @@ def _containers() -> Iterator[tuple[Path, tuple[str, str]]]:
     with suppress(OSError):
         for hierarchy in OWN_GROUPS.read_text().splitlines():
             _, controllers, group_path = hierarchy.split(":", 2)
-            if "memory" in controllers.split(","):
-                group_paths["memory"] = group_path
-            elif not controllers:
-                group_paths[""] = group_path
-    for controller, limit_files in LIMITS.items():
+            for controller in controllers.split(","):
+                group_paths[controller] = group_path
+    for controller, (limit_file, usage_file) in LIMITS.items():
         root_folder = GROUPS / controller
         own_folder = root_folder / group_paths[controller].strip("/")
         for folder in (own_folder, *own_folder.parents):
-            if folder.is_relative_to(root_folder):
-                yield folder, limit_files
+            with suppress(OSError, ValueError):  # there is none, or no limit: "max"
+                if folder.is_relative_to(root_folder):
+                    yield folder, int((folder / limit_file).read_text()), usage_file
 
 
 @cache

@@ -93,14 +93,10 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> lis
         tokenizer: The tokenizer that training uses.
         template: The chat template, by default the tokenizer's.
     """
-    ends = []
-    if tokenizer.eos_token_id is not None:
-        ends.append(tokenizer.eos_token_id)
+    ends = [tokenizer.eos_token_id]
     for end_text in end_texts(tokenizer, template):
-        token_id = _last_added_token(tokenizer, end_text)
-        if token_id is not None and token_id not in ends:
-            ends.append(token_id)
-    return ends
+        ends.append(_last_added_token(tokenizer, end_text))
+    return [token_id for token_id in dict.fromkeys(ends) if token_id is not None]
 
 
 def end_texts(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[str]:
@@ -113,10 +109,8 @@ def end_texts(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[
         return []
     texts = []
     for exchanges in (1, 2):
-        for text in _behind_answers(template, tokenizer.special_tokens_map, _EXCHANGE * exchanges):
-            if text and text not in texts:
-                texts.append(text)
-    return texts
+        texts += _behind_answers(template, tokenizer.special_tokens_map, _EXCHANGE * exchanges)
+    return list(dict.fromkeys(filter(None, texts)))
 
 
 def unrecognized_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[str]:
@@ -223,10 +217,10 @@ def _behind_answers(
     template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]]
 ) -> list[str]:
     """Returns the stripped texts that a template prints behind the answers of a conversation."""
-    messages_in_parts = []
-    for message in messages:
-        text_part = {"type": "text", "text": message["content"]}
-        messages_in_parts.append({**message, "content": [text_part]})
+    messages_in_parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
     # Templates that read parts do not print strings. Others print a list as Python does.
     for form in (messages, messages_in_parts):
         with suppress(Exception):  # a template may refuse a form with any error

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, stored_tensors
@@ -26,18 +27,7 @@ from .untrusted import fetch_files
 SHARD_BYTES = 5 * 10**9  # most bytes of one file, unless one tensor has more
 COMPARED_ROWS = 16  # of each tensor, before a file is linked in place of writing it
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # of safetensors
 
 
 @contextmanager
@@ -91,7 +81,7 @@ class SafetensorsWriter:
             self._starts[tensor_name] = data_end
             data_end += tensor.nbytes
             header[tensor_name] = {
-                "dtype": _DTYPES[tensor.dtype],
+                "dtype": _DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [self._starts[tensor_name], data_end],
             }
@@ -263,14 +253,12 @@ def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
     with safe_open(path, "pt") as file:
         if set(file.keys()) != set(tensors):
             return False
-        slices = {name: file.get_slice(name) for name in tensors}
         for tensor_name, tensor in tensors.items():
-            stored = slices[tensor_name]
+            stored = file.get_slice(tensor_name)
             description = (stored.get_dtype(), stored.get_shape())
-            if description != (_DTYPES[tensor.dtype], list(tensor.shape)):
+            if description != (_DTYPE_NAMES[tensor.dtype], list(tensor.shape)):
                 return False
-        for tensor_name, tensor in tensors.items():
-            if not tensor.is_meta and not _has_same_rows(slices[tensor_name], tensor):
+            if not tensor.is_meta and not _has_same_rows(stored, tensor):
                 return False
     return True
 
