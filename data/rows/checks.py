@@ -23,7 +23,7 @@ from ...console import Console, escaped, printable
 from .forms import PROMPT, image_name, is_row_metadata, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, image_problem
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
-from .turns import Message, Row
+from .turns import Row
 
 
 if TYPE_CHECKING:
@@ -213,7 +213,16 @@ def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int 
     It is the number that the collator makes. No image is opened.
     """
     added_by_image = tokens_per_image(processor) - 1
-    row_texts = rendered(processor, [row["messages"] for row in rows])
+    row_texts: list[str | Exception] = []
+    for row in rows:
+        template, joined_parts = without_preamble(
+            processor.chat_template, row["messages"], processor.image_token
+        )
+        options: Any = {"chat_template": template, "tokenize": False}
+        try:
+            row_texts.append(processor.tokenizer.apply_chat_template(joined_parts, **options))
+        except Exception as error:  # a template may raise any
+            row_texts.append(error)
     printed_texts = [row_text for row_text in row_texts if isinstance(row_text, str)]
     token_ids = iter(encoded(processor.tokenizer, printed_texts))
     results: list[int | str] = []
@@ -263,23 +272,6 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
         list(chain.from_iterable(map(ids_by_piece.__getitem__, pieces)))
         for pieces in pieces_by_text
     ]
-
-
-def rendered(
-    processor: LlavaProcessor, conversations: list[list[Message]]
-) -> list[str | Exception]:
-    """Returns the text of each conversation, or the error of a template that refuses it."""
-    results: list[str | Exception] = []
-    for messages in conversations:
-        template, joined_parts = without_preamble(
-            processor.chat_template, messages, processor.image_token
-        )
-        options: Any = {"chat_template": template, "tokenize": False}
-        try:
-            results.append(processor.tokenizer.apply_chat_template(joined_parts, **options))
-        except Exception as error:  # a template may raise any
-            results.append(error)
-    return results
 
 
 def tokens_per_image(processor: LlavaProcessor) -> int:

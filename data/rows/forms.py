@@ -211,9 +211,8 @@ def read_row(raw: Any) -> Row:
         left_out += turn.left_out
     read_aliases = {aliases[column] for column in aliases.keys() & question.columns}
     left_out += unread_keys(raw, question.columns | read_aliases)
-    _check_columns(named, has_images=bool(images))
+    _check_columns(named, form, has_images=bool(images))
     _check_marks(turns)
-    _check_caption(named, form)
     turns, turn_changes = alternating(_with_system(turns, named.get("system")))
     turns = place_images(turns, images)
     return Row(
@@ -358,8 +357,11 @@ def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
     return turns if has_system else [system_turn, *turns]
 
 
-def _check_columns(raw: Mapping, has_images: bool) -> None:
-    """Raises ValueError if a row has videos, sounds, or an answer that is a bad example."""
+def _check_columns(raw: Mapping, form: Form, has_images: bool) -> None:
+    """Raises ValueError if a row has videos, sounds, or an answer that is a bad example.
+
+    It raises ValueError too if a caption is JSON, or may be a question.
+    """
     media_columns = ["videos", "audios"]
     if not has_images:
         media_columns += ["video", "audio"]
@@ -369,6 +371,16 @@ def _check_columns(raw: Mapping, has_images: bool) -> None:
     for column in ("label", "kto_tag"):
         if raw.get(column) is False:
             raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
+    if form.question or not form.answer:
+        return
+    caption = parsed(raw[form.answer])
+    if isinstance(caption, Mapping):
+        raise ValueError(
+            f"its {form.answer} is JSON, not a caption: {', '.join(map(str, caption))}"
+        )
+    if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
+        remedy = "use --columns question=text, or else --columns caption=text"
+        raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
 
 def _check_marks(turns: list[Turn]) -> None:
@@ -382,20 +394,6 @@ def _check_marks(turns: list[Turn]) -> None:
                 raise ValueError(
                     f"it has {mark[0].strip()} in a text; such marks are not filled in"
                 )
-
-
-def _check_caption(raw: Mapping, form: Form) -> None:
-    """Raises ValueError if a row has a caption that is JSON, or that may be a question."""
-    if form.question or not form.answer:
-        return
-    caption = parsed(raw[form.answer])
-    if isinstance(caption, Mapping):
-        raise ValueError(
-            f"its {form.answer} is JSON, not a caption: {', '.join(map(str, caption))}"
-        )
-    if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
-        remedy = "use --columns question=text, or else --columns caption=text"
-        raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
 
 def is_row_metadata(name: str) -> bool:

@@ -312,9 +312,10 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     Without any image parts, the images come first in the first turn of the user. Raises ValueError
     if the images do not fit the parts.
     """
-    if not image_parts(turns):
-        turns = _with_markers(turns, len(images))
     turns = [replace(turn, content=list(map(dict, turn.content))) for turn in turns]
+    user_turns = [turn for turn in turns if turn.role == "user"]
+    if user_turns and not image_parts(turns):
+        user_turns[0].content[:0] = [{"type": "image"} for _ in images]
     empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
     if len(empty_parts) != len(images):
         raise ValueError(
@@ -324,15 +325,6 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
         if part.get("index") not in (None, image_number):
             raise ValueError(f"its part for image {image_number} has the index {part['index']}")
         part["image"] = images[image_number]
-    return turns
-
-
-def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
-    """Returns the turns with `count` image parts without images before the first question."""
-    for turn_number, turn in enumerate(turns):
-        if turn.role == "user":
-            question = replace(turn, content=[{"type": "image"}] * count + turn.content)
-            return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
     return turns
 
 

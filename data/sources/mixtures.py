@@ -128,9 +128,17 @@ def load_data(options: LoadOptions) -> TrainingData:
     sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
     held_out = None
     if streaming:
-        mixture = _mix_streams(
-            sources, fractions, checks, options.seed, arguments.shuffle_buffer_size
+        # The rows have no end, because the Trainer counts batches from the start, and resumes no
+        # stream in a later pass.
+        rows = stream(
+            endless_rows,
+            sources=sources,
+            checks=checks,
+            fractions=fractions,
+            seed=options.seed,
+            size=arguments.shuffle_buffer_size,
         )
+        mixture = _prepared_stream(rows, sources, checks, "train")
     else:
         mixture, held_out = _mix_tables(sources, fractions, checks, options.seed, split_size)
     if held_out_source:
@@ -193,30 +201,16 @@ def prepare_rows(
     return prepared.rows, report
 
 
-def _mix_streams(
-    sources: tuple[Source, ...],
-    fractions: tuple[float, ...],
-    checks: Checks,
-    seed: int,
-    buffer_size: int,
+def _prepared_stream(
+    rows: IterableDataset, sources: Sequence[Source], checks: Checks, split: str
 ) -> _PreparedRows:
-    """Mixes streams to one without end. Reads and checks the first rows of each.
+    """Returns the rows of streams. Reads and checks the first ones of each.
 
     Raises ValueError if the first rows of a stream cannot be used.
     """
     # A list, since `any` of a generator would leave the streams after the first image unchecked.
     have_images = [has_images(source, checks) for source in sources]
-    reports = [stream_report(source, checks, "train") for source in sources]
-    # The rows have no end, because the Trainer counts batches from the start, and resumes no stream
-    # in a later pass.
-    rows = stream(
-        endless_rows,
-        sources=sources,
-        checks=checks,
-        fractions=fractions,
-        seed=seed,
-        size=buffer_size,
-    )
+    reports = [stream_report(source, checks, split) for source in sources]
     return _PreparedRows(rows, reports, any(have_images))
 
 
@@ -272,11 +266,8 @@ def _check_and_prepare(source: Source, checks: Checks, split: str) -> _PreparedR
     Raises ValueError as [`require_valid_table`] and [`has_images`] do.
     """
     if isinstance(source.data, IterableDataset):
-        return _PreparedRows(
-            stream(valid_rows, source=source, checks=checks),
-            [stream_report(source, checks, split)],
-            has_images(source, checks),
-        )
+        rows = stream(valid_rows, source=source, checks=checks)
+        return _prepared_stream(rows, [source], checks, split)
     reader = RowReader((source,))
     checked = require_valid_table(reader, 0, checks, split)
     return _PreparedRows(rows_on_access(checked.table, reader), [checked.report])
