@@ -94,10 +94,10 @@ def _named_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     adapter_config = settings.get(ADAPTER_CONFIG, {})
     if adapter_config.get("megatron_config"):
         yield f"megatron_core in {ADAPTER_CONFIG}"
-    model_type = settings.get("config.json", {}).get("model_type")
+    config = settings.get("config.json", {})
     # Other models may name their code, but it is not run.
-    if model_type == NormAlignLlavaConfig.model_type or adapter_config:
-        if "model_file" in settings.get("config.json", {}):
+    if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter_config:
+        if "model_file" in config:
             yield "model_file in config.json"  # MLX-VLM runs this file, without asking
         # config.json names the model's code. Processor and generation are transformers' own.
         for file_name in sorted(settings.keys() - {"config.json"}):

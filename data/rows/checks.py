@@ -454,11 +454,10 @@ def log_unused_and_changed(
 
 def counted(rows: Mapping[str, int]) -> str:
     """Returns numbers of rows, most first: "tools (12 rows), history (1 row)"."""
-    descriptions = [
+    return ", ".join(
         f"{name} ({row_count:,} row{'' if row_count == 1 else 's'})"
         for name, row_count in Counter(rows).most_common()
-    ]
-    return ", ".join(descriptions)
+    )
 
 
 def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None = None) -> list[str]:

@@ -467,17 +467,16 @@ def columns_proposal(raw: Any) -> str:
         for column, value in raw.items()
         if isinstance(column, str) and not is_empty(value)
     }
-    columns_option = ""
+    ending = ""
+    remedy = ". Read it with"
+    if any(preference <= present_columns.keys() for preference in _PREFERENCES):
+        ending = ". It has preferences, as DPO learns them: see docs/trl.md"
+        remedy = "; read only the chosen answers with"
     stored_names = _readable_names(raw, present_columns)
     if stored_names:
         named_columns = ",".join(f"{column}={name}" for column, name in stored_names.items())
-        columns_option = f"--columns {shlex.quote(named_columns)}"
-    if any(preference <= present_columns.keys() for preference in _PREFERENCES):
-        ending = ". It has preferences, as DPO learns them: see docs/trl.md"
-        if columns_option:
-            ending += f"; read only the chosen answers with {columns_option}"
-        return ending
-    return f". Read it with {columns_option}" if columns_option else ""
+        ending += f"{remedy} --columns {shlex.quote(named_columns)}"
+    return ending
 
 
 def _readable_names(raw: Mapping, present_columns: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -293,11 +293,19 @@ class PlainFiles:
     """
 
     def __init__(self, folders: Mapping[str, int], rules: ImageRules):
-        listings = []
+        hashes_by_folder = [_hashes([])]
         for folder, image_count in folders.items():
-            if "://" not in folder and _allows_folder(rules, folder):
-                listings.append(_regular_files(folder, _LISTED_FOR_EACH * image_count))
-        self._hashes = np.sort(_hashes(itertools.chain.from_iterable(listings)))
+            if "://" in folder or not _allows_folder(rules, folder):
+                continue
+            with suppress(OSError), os.scandir(folder) as entries:  # absent, or not readable
+                listed_entries = itertools.islice(entries, _LISTED_FOR_EACH * image_count)
+                regular_files = (
+                    f"{folder}/{entry.name}"
+                    for entry in listed_entries
+                    if entry.is_file(follow_symlinks=False)
+                )
+                hashes_by_folder.append(_hashes(regular_files))
+        self._hashes = np.sort(np.concatenate(hashes_by_folder))
 
     def missing(self, paths: Sequence[str]) -> set[str]:
         """Returns the paths that are not such files. [`ImageRules.image`] makes such paths."""
@@ -310,14 +318,6 @@ class PlainFiles:
 def _hashes(paths: Iterable[str]) -> np.ndarray:
     """Returns a hash of 8 bytes for each path."""
     return np.fromiter(map(hash, paths), np.int64)
-
-
-def _regular_files(folder: str, most: int) -> Iterator[str]:
-    """Yields paths of files, not of links, among the first `most` entries of a folder."""
-    with suppress(OSError), os.scandir(folder) as entries:  # it may be absent, or not readable
-        for entry in itertools.islice(entries, most):
-            if entry.is_file(follow_symlinks=False):
-                yield f"{folder}/{entry.name}"
 
 
 def _from_base64(text: str) -> bytes | None:
