@@ -169,8 +169,13 @@ class Checkpoint:
             if parameters > 4 * stored_bytes + 2**24:  # at least 2 bits a weight, and a norm
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
-        kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
-        kwargs["ignore_mismatched_sizes"] = True  # transformers' error names none: checked below
+        kwargs |= {
+            "config": config,
+            "dtype": dtype,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # transformers' error names none: checked below
+            **self._read_at,
+        }
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:

@@ -74,17 +74,17 @@ class SafetensorsWriter:
         self._layout = layout
         self._starts = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        data_end = 0
+        start = 0
         # Without gaps between them, tensors are aligned if sorted by the size of their numbers.
         for tensor_name in sorted(layout, key=lambda name: (-layout[name].itemsize, name)):
             tensor = layout[tensor_name]
-            self._starts[tensor_name] = data_end
-            data_end += tensor.nbytes
+            self._starts[tensor_name] = start
             header[tensor_name] = {
                 "dtype": _DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": [self._starts[tensor_name], data_end],
+                "data_offsets": [start, start + tensor.nbytes],
             }
+            start += tensor.nbytes
         header_text = json.dumps(header, separators=(",", ":")).encode()
         header_text += b" " * (-len(header_text) % 8)
         file.write(len(header_text).to_bytes(8, "little") + header_text)

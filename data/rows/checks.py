@@ -373,13 +373,12 @@ def bad_rows_message(
         lines.append(f"These are {len(bad):,} of {total:,} rows; a share of {share:g} may be bad.")
     if any(row.source != source.name for row in bad):
         lines.append("To read only one file, name it.")
+    remedy = "Fix them, or remove them."
     if len(bad) == total:
-        lines.append("Fix them.")
+        remedy = "Fix them."
     elif use == "trained on":
-        lines.append("Fix them, or skip them: `normalign train --bad_rows skip`.")
-    else:
-        lines.append("Fix them, or remove them.")
-    return "\n".join(lines)
+        remedy = "Fix them, or skip them: `normalign train --bad_rows skip`."
+    return "\n".join([*lines, remedy])
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:

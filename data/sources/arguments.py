@@ -194,9 +194,7 @@ class DataArguments:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
                 raise ValueError(f"A data set has path and some of {sorted(keys)}; got {source!r}.")
         if self.bad_rows not in (None, "stop", "skip"):
-            allowed_share = 0.0
-            with suppress(ValueError):
-                allowed_share = float(self.bad_rows)
+            allowed_share = _number(self.bad_rows) or 0
             if not 0 < allowed_share < 1:
                 raise ValueError(
                     "bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got "

@@ -90,6 +90,13 @@ def test_a_list_in_a_file_of_lines_is_read(tmp_path, indent):
     assert read_file(data_path) == TWO_ROWS
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_in_utf_16_in_a_file_of_lines_is_read(tmp_path, indent):
+    data_path = tmp_path / "data.jsonl"
+    data_path.write_text(json.dumps(TWO_ROWS, indent=indent), encoding="utf-16")
+    assert read_file(data_path) == TWO_ROWS
+
+
 @pytest.mark.parametrize("file_name", ["data.jsonl", "data.json"])
 def test_indented_rows_one_after_another_are_refused(tmp_path, file_name):
     data_path = tmp_path / file_name

@@ -520,6 +520,10 @@ def test_a_folder_named_as_a_zip_file_is_a_folder(tmp_path):
             "filters has 'score'",
         ),
         (
+            {"dataset_name": "a", "bad_rows": ["skip"]},
+            "bad_rows must be",
+        ),
+        (
             {"dataset_name": "a", "bad_rows": "0"},
             "bad_rows must be",
         ),
