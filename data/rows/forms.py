@@ -197,7 +197,12 @@ def read_row(raw: Any) -> Row:
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    aliases = _aliases(raw)
+    # The row's own names of columns, by known name.
+    aliases = {
+        ALIASES[column]: column
+        for column in raw
+        if column in ALIASES and is_empty(raw.get(ALIASES[column]))
+    }
     named = dict(raw)
     for known_column, alias in aliases.items():
         named[known_column] = raw[alias]
@@ -225,16 +230,6 @@ def read_row(raw: Any) -> Row:
         left_out=list(dict.fromkeys(left_out)),
         changed=notes + turn_changes,
     )
-
-
-def _aliases(raw: Mapping) -> dict[str, str]:
-    """Returns the row's own names of columns in `ALIASES`, by known name."""
-    aliases = {}
-    for alias in raw:
-        known_column = ALIASES.get(alias)
-        if known_column is not None and is_empty(raw.get(known_column)):
-            aliases[known_column] = alias
-    return aliases
 
 
 def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Question:

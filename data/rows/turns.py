@@ -213,7 +213,9 @@ def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) ->
         # The assistant's texts are never parsed, since they are learned as they are written.
         if role != "user":
             return Turn(role, [text_part(stored_content)])
-        stored_parts = parsed(stored_content) if stored_content.startswith("[{") else None
+        stored_parts: Any = None  # that a user's text holds as JSON
+        if stored_content.startswith("[{"):
+            stored_parts = parsed(stored_content)
         if not are_parts(stored_parts) or "image" not in map(_part_kind, stored_parts):
             return Turn(role, _split_text(stored_content))
         stored_content = stored_parts
