@@ -49,9 +49,8 @@ class ModelOptions:
     Attributes:
         dtype: Type of the weights, see [`ModelHandle.load`]. An adapter does not use it.
         load_in_4bit: Quantizes the model, see [`ModelHandle.load`]. An adapter does not use it.
-        trust_remote_code: Lets code from the checkpoint run, see [`resolve_model`].
-        base: Base model of an adapter, see [`resolve_model`].
-        base_quantization: Quantization of an adapter's base, see [`resolve_model`].
+        trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
+        base, base_quantization: The base of an adapter and its quantization, see [`open_adapter`].
     """
 
     dtype: str = "auto"
@@ -131,20 +130,14 @@ class ModelHandle:
 
 
 def resolve_model(
-    model: str,
-    revision: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    base: str | None = None,
-    base_quantization: str | None = None,
+    model: str, options: ModelOptions = ModelOptions(), *, revision: str | None = None
 ) -> ModelHandle:
     """Reads what a folder or Hub id is, and loads its configuration and processor, not its weights.
 
     Args:
         model: The folder or Hub id of a model, or the folder of an adapter.
+        options: Whether its code may run, and the base of an adapter.
         revision: Branch, tag or commit of a Hub id.
-        trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
-        base, base_quantization: The base of an adapter and its quantization, see [`open_adapter`].
 
     Raises:
         ValueError: The kind of model is not known, its code is not trusted, its files do not fit
@@ -155,32 +148,30 @@ def resolve_model(
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if (path / ADAPTER_CONFIG).is_file():
-        adapter = open_adapter(path, base, base_quantization)
+        adapter = open_adapter(path, options.base, options.base_quantization)
         folder = Checkpoint(str(path), None, {})
         return ModelHandle(name, folder, adapter.config, adapter.processor, adapter=adapter)
-    if base or base_quantization:
+    if options.base or options.base_quantization:
         raise ValueError(f"{name} is not an adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
     remote_classes = opened.stored.get("auto_map", {})
     if opened.model_type in CONFIG_MAPPING:
         remote_classes = {}
-    if remote_classes and not trust_remote_code:
+    if remote_classes and not options.trust_remote_code:
         raise ValueError(
             f"{name} is a {opened.model_type!r} model. transformers does not know it, and it comes "
             "with its own code. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote_classes))
     config = opened.config
-    model_classes = []
-    for auto_class, mapping in MODEL_CLASSES.items():
-        if auto_class.__name__ in remote_classes or type(config) in mapping:
-            model_classes.append(auto_class)
-    if not model_classes:
+    for model_class, mapping in MODEL_CLASSES.items():
+        if model_class.__name__ in remote_classes or type(config) in mapping:
+            break
+    else:
         raise ValueError(
             f"{name} is a {config.model_type!r} model. Give a vision-language model "
             "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
         )
-    model_class = model_classes[0]
     is_remote_multimodal = bool(remote_classes) and "vision_config" in opened.stored
     processor = None
     if config.model_type == NormAlignLlavaConfig.model_type:

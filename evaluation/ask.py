@@ -99,12 +99,7 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     answered_count = 0
     if options.output is not None:
         answered_count = count_answered(options.output, questions, model)
-    handle = resolve_model(
-        model,
-        trust_remote_code=options.trust_remote_code,
-        base=options.base,
-        base_quantization=options.base_quantization,
-    )
+    handle = resolve_model(model, options)
     processor = require_processor(handle)
     start = system_turns(options.system)
     decoded_images = []

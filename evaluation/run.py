@@ -161,12 +161,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         chosen[task_of_data.config.task] = task_of_data
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
-    handle = resolve_model(
-        options.model,
-        trust_remote_code=options.trust_remote_code,
-        base=options.base,
-        base_quantization=options.base_quantization,
-    )
+    handle = resolve_model(options.model, options)
     weights, settings = _require_weights_and_settings(handle, options)
     output = options.output
     if output is None:

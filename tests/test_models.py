@@ -16,7 +16,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.evaluation.engine import as_lm
-from normalign_llava.models import resolve_model
+from normalign_llava.models import ModelOptions, resolve_model
 
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
@@ -24,7 +24,7 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(
     checkpoint, trust_remote_code
 ):
     assert "auto_map" in json.loads((checkpoint / "config.json").read_text())
-    handle = resolve_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    handle = resolve_model(str(checkpoint), ModelOptions(trust_remote_code=trust_remote_code))
     assert handle.name == "model"
     assert isinstance(handle.processor, LlavaProcessor)
     model = handle.load()
@@ -57,7 +57,7 @@ def test_a_folder_is_found_from_anywhere_and_called_by_its_name(checkpoint, monk
 @pytest.mark.parametrize("options", [{"base": "there"}, {"base_quantization": "none"}])
 def test_options_of_an_adapter_are_refused_for_a_model(checkpoint, options):
     with pytest.raises(ValueError, match="is not an adapter"):
-        resolve_model(str(checkpoint), **options)
+        resolve_model(str(checkpoint), ModelOptions(**options))
 
 
 # The processor of SmolVLM needs torchvision.
@@ -219,7 +219,7 @@ def test_remote_code_is_run_only_if_it_is_trusted(remote_code_folder, checkpoint
     with pytest.raises(ValueError, match="'own' model. .* its own code. .*--trust-remote-code"):
         resolve_model(str(remote_code_folder))
 
-    handle = resolve_model(str(remote_code_folder), trust_remote_code=True)
+    handle = resolve_model(str(remote_code_folder), ModelOptions(trust_remote_code=True))
     assert handle.processor is not None
     assert type(handle.load()).__name__ == "Own"
 
@@ -233,7 +233,7 @@ def test_a_language_model_with_code_of_its_own_has_no_processor(remote_code_fold
         model_type="words",
         auto_map={"AutoConfig": "words.WordsConfig", "AutoModelForCausalLM": "words.Words"},
     )
-    handle = resolve_model(str(remote_code_folder), trust_remote_code=True)
+    handle = resolve_model(str(remote_code_folder), ModelOptions(trust_remote_code=True))
     assert handle.processor is None
     assert handle.checkpoint.trust_remote_code
     assert type(handle.load()).__name__ == "Words"

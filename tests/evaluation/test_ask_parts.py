@@ -48,7 +48,7 @@ def ask_and_keep(handle, monkeypatch):
     """
     calls = []
 
-    def resolve(model, **options):
+    def resolve(model, options):
         calls.append(options)
         return handle
 
@@ -130,7 +130,8 @@ def test_what_opens_the_model_is_told_of_code_and_of_the_base(ask_and_keep):
         "base": "there",
         "base_quantization": "none",
     }
-    assert ask_and_keep(["what?"], **options).opened_with == options
+    opened_with = ask_and_keep(["what?"], **options).opened_with
+    assert {name: getattr(opened_with, name) for name in options} == options
 
 
 @pytest.fixture

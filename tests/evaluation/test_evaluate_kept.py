@@ -225,8 +225,8 @@ def test_results_are_written_to_a_folder_in_the_home_folder(
 def test_what_opens_the_model_is_told_of_code_and_of_the_base(monkeypatch):
     received_options = {}
 
-    def stop(model, **options):
-        received_options.update(options)
+    def stop(model, given):
+        received_options.update({name: getattr(given, name) for name in options})
         raise ValueError("so far")
 
     monkeypatch.setattr(run_module, "resolve_model", stop)
