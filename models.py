@@ -47,8 +47,8 @@ class ModelOptions:
     """How a model is opened and loaded.
 
     Attributes:
-        dtype: Type of the weights, see [`ModelHandle.load`]. An adapter does not use it.
-        load_in_4bit: Quantizes the model, see [`ModelHandle.load`]. An adapter does not use it.
+        dtype: A dtype's name, or "auto" for the checkpoint's own. An adapter does not use it.
+        load_in_4bit: Quantize the decoder's layers, see [`four_bits`]. An adapter does not use it.
         trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
         base, base_quantization: The base of an adapter and its quantization, see [`open_adapter`].
     """
@@ -69,6 +69,7 @@ class ModelHandle:
         checkpoint: What it is loaded from. For an adapter, only its `name` is set: the folder.
         config: The model's configuration.
         processor: The processor, or None for a language model.
+        options: How it is loaded.
         model_class: The class that loads the weights, or None for an adapter.
         adapter: The adapter, if it is one. `load` puts it on its base as in training.
     """
@@ -77,24 +78,20 @@ class ModelHandle:
     checkpoint: Checkpoint
     config: PreTrainedConfig
     processor: ProcessorMixin | None
+    options: ModelOptions
     model_class: Any = None
     adapter: Adapter | None = None
 
-    def load(
-        self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False
-    ) -> PreTrainedModel:
+    def load(self) -> PreTrainedModel:
         """Loads the weights, in eval mode, on a GPU if there is one.
 
-        Args:
-            dtype, load_in_4bit: See [`fetch_precision`]. They have no effect on an adapter.
-
         Raises:
-            ValueError: The files are damaged or lack tensors, or no dtype has this name.
-            ImportError: `load_in_4bit` is set, but bitsandbytes is not installed.
+            ValueError: The files are damaged or lack tensors, or no dtype has the options' name.
+            ImportError: The options ask for 4 bits, but bitsandbytes is not installed.
         """
         if self.adapter:
             return self.adapter.load().get_base_model()
-        dtype, quantization = self.fetch_precision(dtype, load_in_4bit)
+        dtype, quantization = self.fetch_precision()
         model = self.checkpoint.load(
             self.model_class,
             dtype,
@@ -104,24 +101,18 @@ class ModelHandle:
         )
         return model.eval()
 
-    def fetch_precision(
-        self, dtype: str | torch.dtype, load_in_4bit: bool
-    ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
+    def fetch_precision(self) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
         """Returns the dtype and quantization that `load` uses for a model that is not an adapter.
 
         Fetches weights from the Hub: [`dtype_to_load`] needs their size.
 
-        Args:
-            dtype: A dtype or its name, or "auto" for the checkpoint's own.
-            load_in_4bit: Quantize the decoder's layers, see [`four_bits`].
-
         Raises:
-            ValueError: No dtype has this name, or the files cannot be read.
+            ValueError: No dtype has the options' name, or the files cannot be read.
             OSError: The weights cannot be fetched.
-            ImportError: `load_in_4bit` is set, but bitsandbytes is not installed.
+            ImportError: The options ask for 4 bits, but bitsandbytes is not installed.
         """
-        dtype = torch_dtype(dtype)
-        if not load_in_4bit:
+        dtype = torch_dtype(self.options.dtype)
+        if not self.options.load_in_4bit:
             return dtype_to_load(dtype, self.config, self.checkpoint.weight_bytes), None
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
         model = self.checkpoint.without_weights(self.model_class, self.config)
@@ -136,7 +127,7 @@ def resolve_model(
 
     Args:
         model: The folder or Hub id of a model, or the folder of an adapter.
-        options: Whether its code may run, and the base of an adapter.
+        options: Whether its code may run, the base of an adapter, and how `load` loads it.
         revision: Branch, tag or commit of a Hub id.
 
     Raises:
@@ -150,7 +141,9 @@ def resolve_model(
     if (path / ADAPTER_CONFIG).is_file():
         adapter = open_adapter(path, options.base, options.base_quantization)
         folder = Checkpoint(str(path), None, {})
-        return ModelHandle(name, folder, adapter.config, adapter.processor, adapter=adapter)
+        return ModelHandle(
+            name, folder, adapter.config, adapter.processor, options, adapter=adapter
+        )
     if options.base or options.base_quantization:
         raise ValueError(f"{name} is not an adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
@@ -178,7 +171,7 @@ def resolve_model(
         processor = opened.processor
     elif model_class is AutoModelForImageTextToText or is_remote_multimodal:
         processor = opened.preprocessor(_processor_class(config))
-    return ModelHandle(name, opened, config, processor, model_class)
+    return ModelHandle(name, opened, config, processor, options, model_class)
 
 
 def require_processor(handle: ModelHandle) -> ProcessorMixin:

@@ -221,7 +221,7 @@ def _measure(
     processor = require_processor(handle)
     # Before the weights are loaded, since it may raise.
     dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))
-    model = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
+    model = handle.load()
     tokenizer = processor.tokenizer
     batch_count = math.ceil(len(drawn.samples) / options.batch_size)
     inputs = batches(processor, drawn.samples, options.batch_size)

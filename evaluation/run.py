@@ -178,12 +178,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     missing = [task_name for task_name in chosen if task_name not in results]
     language_model = None
     if missing:
-        language_model = as_lm(
-            handle,
-            batch_size=options.batch_size,
-            dtype=settings.get("dtype", options.dtype),
-            load_in_4bit=options.load_in_4bit,
-        )
+        language_model = as_lm(handle, options.batch_size)
     failed = {}
     for number, task_name in enumerate(missing, start=1):
         console.print(f"{task_name} ({number} of {len(missing)})")
@@ -238,7 +233,7 @@ def _require_weights_and_settings(
         settings["base"] = base.revision or files_hash(Path(base.name), WEIGHT_FILES)
         settings["quantization"] = handle.adapter.quantization
         return weights, settings
-    dtype, quantization = handle.fetch_precision(options.dtype, options.load_in_4bit)
+    dtype, quantization = handle.fetch_precision()
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings["load_in_4bit"] = options.load_in_4bit
     if quantization:

@@ -34,15 +34,15 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(
 
 
 def test_a_model_is_loaded_in_a_precision_but_for_its_norm(checkpoint):
-    inner_model = resolve_model(str(checkpoint)).load(dtype="bfloat16").model
+    inner_model = resolve_model(str(checkpoint), ModelOptions(dtype="bfloat16")).load().model
     assert inner_model.language_model.dtype == torch.bfloat16
     assert inner_model.multi_modal_projector.norm.weight.dtype == torch.float32
 
 
 def test_an_unknown_precision_is_refused(checkpoint):
-    handle = resolve_model(str(checkpoint))
+    handle = resolve_model(str(checkpoint), ModelOptions(dtype="float8"))
     with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
-        handle.load(dtype="float8")
+        handle.load()
 
 
 def test_a_folder_is_found_from_anywhere_and_called_by_its_name(checkpoint, monkeypatch):
@@ -140,8 +140,9 @@ def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
     expected = {f"model.language_model.{name}": ("nf4", True, dtype) for name in names}
     assert trained_layers == expected
 
-    evaluated_model = as_lm(handle, batch_size=1, load_in_4bit=True).model
-    diagnosed_model = handle.load(load_in_4bit=True)
+    handle_in_4_bits = resolve_model(str(checkpoint), ModelOptions(load_in_4bit=True))
+    evaluated_model = as_lm(handle_in_4_bits, batch_size=1).model
+    diagnosed_model = handle_in_4_bits.load()
     assert layers_in_4_bits(evaluated_model) == expected
     assert layers_in_4_bits(diagnosed_model) == expected
     assert diagnosed_model.dtype == dtype
@@ -157,8 +158,8 @@ def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
 
 
 def test_products_of_4_bits_are_in_the_precision_that_is_asked_for(checkpoint):
-    handle = resolve_model(str(checkpoint))
-    model = handle.load(load_in_4bit=True, dtype="float16")
+    options = ModelOptions(load_in_4bit=True, dtype="float16")
+    model = resolve_model(str(checkpoint), options).load()
     layers = layers_in_4_bits(model)
     assert {product_dtype for _, _, product_dtype in layers.values()} == {torch.float16}
     assert model.dtype == torch.float16

@@ -319,7 +319,7 @@ def test_how_the_models_of_a_diagnosis_are_opened(stopped_diagnosis):
 def measure(model_folder, data_folder, image_path, **loading):
     samples = load_samples(str(data_folder), 4)
     options = run.DiagnosisOptions(str(model_folder), batch_size=2, **loading)
-    model = resolve_model(str(model_folder))
+    model = resolve_model(str(model_folder), options)
     return run._measure(model, "m", image_path, options, samples)
 
 

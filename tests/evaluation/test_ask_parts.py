@@ -35,7 +35,6 @@ def handle(checkpoint):
         processor=AutoProcessor.from_pretrained(checkpoint),
         config=AutoConfig.from_pretrained(checkpoint),
         name="m",
-        load=lambda **loading: loading,
     )
 
 
@@ -50,6 +49,7 @@ def ask_and_keep(handle, monkeypatch):
 
     def resolve(model, options):
         calls.append(options)
+        handle.load = lambda: {name: getattr(options, name) for name in LOADING}
         return handle
 
     def keep_call(function_name):
