@@ -45,9 +45,8 @@ def takes_fields(
                 raise TypeError(f"{name}: {error}") from None
             return function(options_type(*arguments, **keywords))
 
-        result_type = signature(function).return_annotation
         wrapper.__signature__ = fields.replace(  # type: ignore[attr-defined]
-            return_annotation=result_type
+            return_annotation=signature(function).return_annotation
         )
         return wrapper
 
