@@ -20,7 +20,7 @@ class NormAlignLlava(lmms):
     Args:
         pretrained: Folder or Hub id of a vision-language model.
         batch_size: Questions that are answered together.
-        dtype: Type of the weights, see [`ModelHandle.load`].
+        dtype: Type of the weights, see [`ModelOptions`].
         device: Device that the model is moved to. By default, it stays where it was loaded.
 
     Raises:
