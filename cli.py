@@ -32,11 +32,17 @@ BaseQuantizationOption = Annotated[
     Option(help="How an adapter's base was quantized.", show_default="as in training.json"),
 ]
 QuestionsOption = Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")]
-BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
     for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
         os.environ.setdefault(name, "60")
 
+
+def _number(help_text: str, least: int = 1) -> Any:
+    """Returns the option of a whole number."""
+    return Option(metavar="N", min=least, help=help_text)
+
+
+BatchOption = Annotated[int, _number("Samples per batch.")]
 app = Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -103,8 +109,10 @@ def build(
     """Join a vision encoder and a language model, or add the norm to a LLaVA checkpoint."""
     joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(option is not None for option in joined):
-        parts = "--vision, --language, --feature-layer, --select-strategy, --chat-template, --seed"
-        raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {parts}.")
+        raise BadParameter(
+            "--from-llava takes all parts from that checkpoint; leave out --vision, --language, "
+            "--feature-layer, --select-strategy, --chat-template, --seed."
+        )
     if not from_llava and not (vision and language):
         raise BadParameter("Give --vision and --language, or --from-llava.")
     with exit_on_error():
@@ -135,7 +143,7 @@ def build(
 @app.command()
 def gain(
     model: Annotated[str, Argument(help="Folder or Hub id.")],
-    top: Annotated[int, Option(metavar="N", min=0, help="Tokens of largest norm to list.")] = 10,
+    top: Annotated[int, _number("Tokens of largest norm to list.", least=0)] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[
         bool, Option("--critical", help="Run the model, and predict the norm where rotation drops.")
@@ -206,11 +214,9 @@ def data(
     filters: Annotated[
         str | None, Option(help="Rows to read, such as relevance_min>=4,language=en.")
     ] = None,
-    examples: Annotated[
-        int | None, Option(metavar="N", min=1, help="Show N rows. What is learned is marked.")
-    ] = None,
+    examples: Annotated[int | None, _number("Show N rows. What is learned is marked.")] = None,
     row: Annotated[
-        list[int] | None, Option(metavar="N", min=0, help="Show row N of a file, counted from 0.")
+        list[int] | None, _number("Show row N of a file, counted from 0.", least=0)
     ] = None,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
@@ -303,7 +309,7 @@ def evaluate(
     data: QuestionsOption = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N rows.")] = None,
+    limit: Annotated[int | None, _number("Use the first N rows.")] = None,
     output: Annotated[
         Path | None, Option(help="Folder of results.", show_default="MODEL or evaluations/HUB_ID")
     ] = None,
@@ -357,7 +363,7 @@ def ask(
     output: Annotated[
         Path | None, Option(help="File of answers, as lines of JSON. A second run continues it.")
     ] = None,
-    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens in an answer.")] = 128,
+    max_new_tokens: Annotated[int, _number("Tokens in an answer.")] = 128,
     batch_size: BatchOption = 1,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
@@ -412,7 +418,7 @@ def diagnose(
     ] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    samples: Annotated[int, Option(metavar="N", min=1, help="Number of questions.")] = 64,
+    samples: Annotated[int, _number("Number of questions.")] = 64,
     output: Annotated[
         Path | None,
         Option(help="Report folder.", show_default="MODEL/diagnostics or diagnostics/HUB_ID"),

@@ -7,11 +7,14 @@ import traceback
 
 MORE = "Use a machine with more."
 _FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
+_AMOUNT = re.compile(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", re.I)
 _KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:triton|kernels))[\\/]")
 
 
 def device_error(error: BaseException, remedy: str = MORE) -> str | None:
     """Returns a sentence about full memory, failed kernels or a failed GPU, or None.
+
+    If memory is full, the error's first note says where.
 
     Args:
         error: The error, with its traceback.
@@ -22,7 +25,13 @@ def device_error(error: BaseException, remedy: str = MORE) -> str | None:
     message, traceback_text = first_cause(error)
     may_be_torch = isinstance(error, RuntimeError | AssertionError)
     if isinstance(error, MemoryError) or (may_be_torch and _FULL.search(message)):
-        return _memory_error(error, message, remedy)
+        place = ""
+        for note in getattr(error, "__notes__", [])[:1]:
+            place = f" in {note}"
+        amount = _AMOUNT.search(message)
+        if amount:
+            place += f": {amount[0]}"
+        return f"Out of memory{place}. {remedy}"
     first_line = message.partition("\n")[0].rstrip(".") or type(error).__name__
     kernels = _KERNELS.findall(traceback_text)
     if kernels:
@@ -30,17 +39,6 @@ def device_error(error: BaseException, remedy: str = MORE) -> str | None:
     if may_be_torch and re.search(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b", first_line):
         return f"The GPU failed: {first_line}. Does this build of torch fit the GPU and its driver?"
     return None
-
-
-def _memory_error(error: Exception, message: str, remedy: str) -> str:
-    """Returns a sentence with the error's first note, where memory was full, and the amount."""
-    place = ""
-    for note in getattr(error, "__notes__", [])[:1]:
-        place = f" in {note}"
-    amount = re.search(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", message, re.I)
-    if amount:
-        place += f": {amount[0]}"
-    return f"Out of memory{place}. {remedy}"
 
 
 def first_cause(error: BaseException) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that take the fields of a dataclass as their arguments."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -26,32 +26,28 @@ def takes_fields(
         options_type: The dataclass. Fields after `KW_ONLY` are given by name.
     """
 
+    fields = signature(options_type)
+
     def decorator(function: Callable[[Options], Result]) -> Callable[Fields, Result]:
-        fields_as_arguments = signature(options_type)
+        name = f"{function.__name__}()"
 
         @wraps(function)
         def wrapper(*arguments: Fields.args, **keywords: Fields.kwargs) -> Result:
-            _check_keywords(function.__name__, keywords, fields_as_arguments.parameters)
+            unknown = [keyword for keyword in keywords if keyword not in fields.parameters]
+            if unknown:
+                message = f"{name} got an unexpected keyword argument {unknown[0]!r}."
+                for field in get_close_matches(unknown[0], fields.parameters, n=1):
+                    message += f" Did you mean {field!r}?"
+                raise TypeError(message)
             try:
-                fields_as_arguments.bind(*arguments, **keywords)
+                fields.bind(*arguments, **keywords)
             except TypeError as error:  # a field is missing, or given twice
-                raise TypeError(f"{function.__name__}(): {error}") from None
+                raise TypeError(f"{name}: {error}") from None
             return function(options_type(*arguments, **keywords))
 
-        returned = signature(function).return_annotation
-        wrapper.__signature__ = fields_as_arguments.replace(  # type: ignore[attr-defined]
-            return_annotation=returned
+        wrapper.__signature__ = fields.replace(  # type: ignore[attr-defined]
+            return_annotation=signature(function).return_annotation
         )
         return wrapper
 
     return decorator
-
-
-def _check_keywords(function_name: str, given: Iterable[str], allowed: Collection[str]) -> None:
-    """Raises TypeError for a keyword that a function does not have."""
-    for keyword in given:
-        if keyword not in allowed:
-            message = f"{function_name}() got an unexpected keyword argument {keyword!r}."
-            for name in get_close_matches(keyword, allowed, n=1):
-                message += f" Did you mean {name!r}?"
-            raise TypeError(message)

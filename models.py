@@ -47,11 +47,10 @@ class ModelOptions:
     """How a model is opened and loaded.
 
     Attributes:
-        dtype: Type of the weights, see [`ModelHandle.load`]. An adapter does not use it.
-        load_in_4bit: Quantizes the model, see [`ModelHandle.load`]. An adapter does not use it.
-        trust_remote_code: Lets code from the checkpoint run, see [`resolve_model`].
-        base: Base model of an adapter, see [`resolve_model`].
-        base_quantization: Quantization of an adapter's base, see [`resolve_model`].
+        dtype: A dtype's name, or "auto" for the checkpoint's own. An adapter does not use it.
+        load_in_4bit: Quantize the decoder's layers, see [`four_bits`]. An adapter does not use it.
+        trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
+        base, base_quantization: The base of an adapter and its quantization, see [`open_adapter`].
     """
 
     dtype: str = "auto"
@@ -70,6 +69,7 @@ class ModelHandle:
         checkpoint: What it is loaded from. For an adapter, only its `name` is set: the folder.
         config: The model's configuration.
         processor: The processor, or None for a language model.
+        options: How it is loaded.
         model_class: The class that loads the weights, or None for an adapter.
         adapter: The adapter, if it is one. `load` puts it on its base as in training.
     """
@@ -78,24 +78,20 @@ class ModelHandle:
     checkpoint: Checkpoint
     config: PreTrainedConfig
     processor: ProcessorMixin | None
+    options: ModelOptions
     model_class: Any = None
     adapter: Adapter | None = None
 
-    def load(
-        self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False
-    ) -> PreTrainedModel:
+    def load(self) -> PreTrainedModel:
         """Loads the weights, in eval mode, on a GPU if there is one.
 
-        Args:
-            dtype, load_in_4bit: See [`fetch_precision`]. They have no effect on an adapter.
-
         Raises:
-            ValueError: The files are damaged or lack tensors, or no dtype has this name.
-            ImportError: `load_in_4bit` is set, but bitsandbytes is not installed.
+            ValueError: The files are damaged or lack tensors, or no dtype has the options' name.
+            ImportError: The options ask for 4 bits, but bitsandbytes is not installed.
         """
         if self.adapter:
             return self.adapter.load().get_base_model()
-        dtype, quantization = self.fetch_precision(dtype, load_in_4bit)
+        dtype, quantization = self.fetch_precision()
         model = self.checkpoint.load(
             self.model_class,
             dtype,
@@ -105,24 +101,18 @@ class ModelHandle:
         )
         return model.eval()
 
-    def fetch_precision(
-        self, dtype: str | torch.dtype, load_in_4bit: bool
-    ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
+    def fetch_precision(self) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
         """Returns the dtype and quantization that `load` uses for a model that is not an adapter.
 
         Fetches weights from the Hub: [`dtype_to_load`] needs their size.
 
-        Args:
-            dtype: A dtype or its name, or "auto" for the checkpoint's own.
-            load_in_4bit: Quantize the decoder's layers, see [`four_bits`].
-
         Raises:
-            ValueError: No dtype has this name, or the files cannot be read.
+            ValueError: No dtype has the options' name, or the files cannot be read.
             OSError: The weights cannot be fetched.
-            ImportError: `load_in_4bit` is set, but bitsandbytes is not installed.
+            ImportError: The options ask for 4 bits, but bitsandbytes is not installed.
         """
-        dtype = torch_dtype(dtype)
-        if not load_in_4bit:
+        dtype = torch_dtype(self.options.dtype)
+        if not self.options.load_in_4bit:
             return dtype_to_load(dtype, self.config, self.checkpoint.weight_bytes), None
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
         model = self.checkpoint.without_weights(self.model_class, self.config)
@@ -131,20 +121,14 @@ class ModelHandle:
 
 
 def resolve_model(
-    model: str,
-    revision: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    base: str | None = None,
-    base_quantization: str | None = None,
+    model: str, options: ModelOptions = ModelOptions(), *, revision: str | None = None
 ) -> ModelHandle:
     """Reads what a folder or Hub id is, and loads its configuration and processor, not its weights.
 
     Args:
         model: The folder or Hub id of a model, or the folder of an adapter.
+        options: Whether its code may run, the base of an adapter, and how `load` loads it.
         revision: Branch, tag or commit of a Hub id.
-        trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
-        base, base_quantization: The base of an adapter and its quantization, see [`open_adapter`].
 
     Raises:
         ValueError: The kind of model is not known, its code is not trusted, its files do not fit
@@ -155,39 +139,39 @@ def resolve_model(
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if (path / ADAPTER_CONFIG).is_file():
-        adapter = open_adapter(path, base, base_quantization)
+        adapter = open_adapter(path, options.base, options.base_quantization)
         folder = Checkpoint(str(path), None, {})
-        return ModelHandle(name, folder, adapter.config, adapter.processor, adapter=adapter)
-    if base or base_quantization:
+        return ModelHandle(
+            name, folder, adapter.config, adapter.processor, options, adapter=adapter
+        )
+    if options.base or options.base_quantization:
         raise ValueError(f"{name} is not an adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
     remote_classes = opened.stored.get("auto_map", {})
     if opened.model_type in CONFIG_MAPPING:
         remote_classes = {}
-    if remote_classes and not trust_remote_code:
+    if remote_classes and not options.trust_remote_code:
         raise ValueError(
             f"{name} is a {opened.model_type!r} model. transformers does not know it, and it comes "
             "with its own code. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote_classes))
     config = opened.config
-    model_classes = []
-    for auto_class, mapping in MODEL_CLASSES.items():
-        if auto_class.__name__ in remote_classes or type(config) in mapping:
-            model_classes.append(auto_class)
-    if not model_classes:
+    for model_class, mapping in MODEL_CLASSES.items():
+        if model_class.__name__ in remote_classes or type(config) in mapping:
+            break
+    else:
         raise ValueError(
             f"{name} is a {config.model_type!r} model. Give a vision-language model "
             "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
         )
-    model_class = model_classes[0]
     is_remote_multimodal = bool(remote_classes) and "vision_config" in opened.stored
     processor = None
     if config.model_type == NormAlignLlavaConfig.model_type:
         processor = opened.processor
     elif model_class is AutoModelForImageTextToText or is_remote_multimodal:
         processor = opened.preprocessor(_processor_class(config))
-    return ModelHandle(name, opened, config, processor, model_class)
+    return ModelHandle(name, opened, config, processor, options, model_class)
 
 
 def require_processor(handle: ModelHandle) -> ProcessorMixin:

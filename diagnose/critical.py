@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.files import ADAPTER_CONFIG
-from ..models import resolve_model
+from ..models import ModelOptions, resolve_model
 from .criteria import CRITERIA
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers
@@ -145,7 +145,9 @@ def measure_model_updates(
     """
     if (Path(model) / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{model} is an adapter. Measure its base, or merge it first.")
-    handle = resolve_model(model, revision, trust_remote_code=trust_remote_code)
+    handle = resolve_model(
+        model, ModelOptions(trust_remote_code=trust_remote_code), revision=revision
+    )
     checkpoint = handle.checkpoint
     n_text = embedding_statistics(checkpoint.name, top=0, revision=checkpoint.revision).n_text
     if handle.processor:

@@ -125,7 +125,7 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize the layers of both decoders, see [`four_bits`].
         trust_remote_code: Run a checkpoint's code if transformers does not have its architecture.
-        base, base_quantization: The base of `model` if it is an adapter, see [`resolve_model`].
+        base, base_quantization: The base of `model` if it is an adapter, see [`open_adapter`].
         name, against_name: Names in the report. By default, the folders' names or the Hub ids.
 
     Raises:
@@ -135,16 +135,13 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
         ImportError: A model needs a package that is not installed.
     """
     torch_dtype(options.dtype)  # raises if no dtype has this name
-    model = resolve_model(
-        options.model,
-        trust_remote_code=options.trust_remote_code,
-        base=options.base,
-        base_quantization=options.base_quantization,
-    )
+    model = resolve_model(options.model, options)
     handles = [model]
     name = options.name or model.name
     if options.against is not None:
-        baseline = resolve_model(options.against, trust_remote_code=options.trust_remote_code)
+        baseline = resolve_model(
+            options.against, replace(options, base=None, base_quantization=None)
+        )
         handles.append(baseline)
         baseline_name = options.against_name or baseline.name
         if baseline_name == name:
@@ -224,7 +221,7 @@ def _measure(
     processor = require_processor(handle)
     # Before the weights are loaded, since it may raise.
     dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))
-    model = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
+    model = handle.load()
     tokenizer = processor.tokenizer
     batch_count = math.ceil(len(drawn.samples) / options.batch_size)
     inputs = batches(processor, drawn.samples, options.batch_size)

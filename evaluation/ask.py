@@ -99,12 +99,7 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
     answered_count = 0
     if options.output is not None:
         answered_count = count_answered(options.output, questions, model)
-    handle = resolve_model(
-        model,
-        trust_remote_code=options.trust_remote_code,
-        base=options.base,
-        base_quantization=options.base_quantization,
-    )
+    handle = resolve_model(model, options)
     processor = require_processor(handle)
     start = system_turns(options.system)
     decoded_images = []
@@ -119,7 +114,7 @@ def ask(model: str, words: Sequence[str], options: AskOptions) -> None:
         require_answer_limit(handle.config, token_count, options.max_new_tokens)
     except ValueError as error:
         raise ValueError(f"{handle.name} cannot be asked this. {error}") from error
-    loaded = handle.load(dtype=options.dtype, load_in_4bit=options.load_in_4bit)
+    loaded = handle.load()
     if not questions:
         converse(loaded, processor, start, decoded_images, options.max_new_tokens)
     elif len(questions) == 1 and options.output is None:

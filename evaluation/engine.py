@@ -10,7 +10,6 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
@@ -126,9 +125,9 @@ def task_version(task: str | Task, manager: TaskManager) -> str | None:
     return None if stated_version is None else str(stated_version)
 
 
-def as_lm(handle: ModelHandle, *, batch_size: int, **loading: Any) -> LM:
+def as_lm(handle: ModelHandle, batch_size: int) -> LM:
     """Loads a checkpoint as a model of the harness. Raises as [`ModelHandle.load`] does."""
-    model = handle.load(**loading)
+    model = handle.load()
     if handle.processor is None:
         tokenizer = handle.checkpoint.preprocessor(AutoTokenizer)
         language_model = HFLM(model, tokenizer=tokenizer, batch_size=batch_size)

@@ -10,7 +10,7 @@ from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
-from ..models import require_processor, resolve_model
+from ..models import ModelOptions, require_processor, resolve_model
 from .answering import model_inputs
 
 
@@ -20,7 +20,7 @@ class NormAlignLlava(lmms):
     Args:
         pretrained: Folder or Hub id of a vision-language model.
         batch_size: Questions that are answered together.
-        dtype: Type of the weights, see [`ModelHandle.load`].
+        dtype: Type of the weights, see [`ModelOptions`].
         device: Device that the model is moved to. By default, it stays where it was loaded.
 
     Raises:
@@ -38,9 +38,9 @@ class NormAlignLlava(lmms):
         device: str | None = None,
     ):
         super().__init__()
-        handle = resolve_model(pretrained)
+        handle = resolve_model(pretrained, ModelOptions(dtype=dtype))
         self.processor = require_processor(handle)
-        self.model = handle.load(dtype=dtype)
+        self.model = handle.load()
         if device:
             self.model.to(device)
         self.batch_size = int(batch_size)

@@ -161,12 +161,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
         chosen[task_of_data.config.task] = task_of_data
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
-    handle = resolve_model(
-        options.model,
-        trust_remote_code=options.trust_remote_code,
-        base=options.base,
-        base_quantization=options.base_quantization,
-    )
+    handle = resolve_model(options.model, options)
     weights, settings = _require_weights_and_settings(handle, options)
     output = options.output
     if output is None:
@@ -183,12 +178,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     missing = [task_name for task_name in chosen if task_name not in results]
     language_model = None
     if missing:
-        language_model = as_lm(
-            handle,
-            batch_size=options.batch_size,
-            dtype=settings.get("dtype", options.dtype),
-            load_in_4bit=options.load_in_4bit,
-        )
+        language_model = as_lm(handle, options.batch_size)
     failed = {}
     for number, task_name in enumerate(missing, start=1):
         console.print(f"{task_name} ({number} of {len(missing)})")
@@ -243,7 +233,7 @@ def _require_weights_and_settings(
         settings["base"] = base.revision or files_hash(Path(base.name), WEIGHT_FILES)
         settings["quantization"] = handle.adapter.quantization
         return weights, settings
-    dtype, quantization = handle.fetch_precision(options.dtype, options.load_in_4bit)
+    dtype, quantization = handle.fetch_precision()
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings["load_in_4bit"] = options.load_in_4bit
     if quantization:

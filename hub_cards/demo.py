@@ -2,10 +2,8 @@
 """The demo of a model, `demo_app.py`: served here, or published as a Space."""
 
 import json
-from importlib.resources import files
 from pathlib import Path
 
-from .. import evaluation
 from ..checkpoint.files import require_checkpoint
 from ..errors import check_installed
 
@@ -66,8 +64,12 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device_type).eval()
     path = Path(checkpoint)
     model_name = path.resolve().name if path.exists() else checkpoint
-    request = f"Ask `{model_name}` about an image."
-    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=request)
+    app = build_app(
+        model,
+        opened.processor,
+        title="NormAlign-LLaVA",
+        source=f"Ask `{model_name}` about an image.",
+    )
     local_hosts = ["localhost", "127.0.0.1"]
     middleware = []
     if host in local_hosts:
@@ -78,16 +80,19 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
 
 def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     """Returns all files of a Space by path. It loads the model from the commit `revision`."""
-    space_title = json.dumps(repo_id.rpartition("/")[2])
     space_card = SPACE_CARD.format(
-        title=space_title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision
+        title=json.dumps(repo_id.rpartition("/")[2]),
+        gradio=GRADIO_VERSION,
+        repo_id=repo_id,
+        revision=revision,
     )
-    app_code = Path(__file__).with_name("demo_app.py").read_text(encoding="utf-8")
+    package = Path(__file__).parents[1]
+    app_code = (package / "hub_cards/demo_app.py").read_text(encoding="utf-8")
     app_code = app_code.replace("from ..evaluation.answering import", "from answering import")
     return {
         "README.md": space_card.encode(),
         "app.py": app_code.encode(),
-        "answering.py": files(evaluation).joinpath("answering.py").read_bytes(),
+        "answering.py": (package / "evaluation/answering.py").read_bytes(),
         "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
     }

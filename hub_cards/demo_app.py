@@ -89,15 +89,14 @@ def build_app(
 
 def launch(app: gr.Blocks, **options: Any) -> None:
     """Serves the page without anything from elsewhere: no tunnel, no fonts."""
-    theme = gr.themes.Default(
-        font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
-    )
     app.launch(
         share=False,
         ssr_mode=False,
         show_error=True,
         max_file_size="20mb",
-        theme=theme,
+        theme=gr.themes.Default(
+            font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+        ),
         **options,
     )
 
@@ -232,12 +231,10 @@ def heatmaps(
     levels = (255 * colors).round().clamp(0, 255).byte()
     image = Image.fromarray(levels.numpy())
     scale = math.ceil(DISPLAYED_SIDE / max(image.size))
-    displayed_size = (image.width * scale, image.height * scale)
-    image = image.resize(displayed_size, Image.Resampling.NEAREST)
+    image = ImageOps.scale(image, scale, Image.Resampling.NEAREST)
     grey = image.convert("L").convert("RGB")
     row_count = pixels.shape[1] // processor.patch_size
-    layer_maps = list(maps.values())
-    titled_maps = {"Mean": torch.stack(layer_maps).mean(0)}
+    titled_maps = {"Mean": torch.stack(list(maps.values())).mean(0)}
     titled_maps |= {f"Layer {number}": layer_map for number, layer_map in maps.items()}
     pictures = []
     for title, patch_attention in titled_maps.items():
@@ -281,9 +278,12 @@ def main(folder: Path) -> None:
     )
     loaded_model = loaded_model.to(device).eval()
     processor = AutoProcessor.from_pretrained(model_id, revision=revision, **code)
-    title = model_id.rpartition("/")[2]
-    source = f"Ask [{model_id}](https://huggingface.co/{model_id}) about an image."
-    app = build_app(loaded_model, processor, title=title, source=source)
+    app = build_app(
+        loaded_model,
+        processor,
+        title=model_id.rpartition("/")[2],
+        source=f"Ask [{model_id}](https://huggingface.co/{model_id}) about an image.",
+    )
     launch(app)
 
 

@@ -16,7 +16,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.evaluation.engine import as_lm
-from normalign_llava.models import resolve_model
+from normalign_llava.models import ModelOptions, resolve_model
 
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
@@ -24,7 +24,7 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(
     checkpoint, trust_remote_code
 ):
     assert "auto_map" in json.loads((checkpoint / "config.json").read_text())
-    handle = resolve_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    handle = resolve_model(str(checkpoint), ModelOptions(trust_remote_code=trust_remote_code))
     assert handle.name == "model"
     assert isinstance(handle.processor, LlavaProcessor)
     model = handle.load()
@@ -34,15 +34,15 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(
 
 
 def test_a_model_is_loaded_in_a_precision_but_for_its_norm(checkpoint):
-    inner_model = resolve_model(str(checkpoint)).load(dtype="bfloat16").model
+    inner_model = resolve_model(str(checkpoint), ModelOptions(dtype="bfloat16")).load().model
     assert inner_model.language_model.dtype == torch.bfloat16
     assert inner_model.multi_modal_projector.norm.weight.dtype == torch.float32
 
 
 def test_an_unknown_precision_is_refused(checkpoint):
-    handle = resolve_model(str(checkpoint))
+    handle = resolve_model(str(checkpoint), ModelOptions(dtype="float8"))
     with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
-        handle.load(dtype="float8")
+        handle.load()
 
 
 def test_a_folder_is_found_from_anywhere_and_called_by_its_name(checkpoint, monkeypatch):
@@ -57,7 +57,7 @@ def test_a_folder_is_found_from_anywhere_and_called_by_its_name(checkpoint, monk
 @pytest.mark.parametrize("options", [{"base": "there"}, {"base_quantization": "none"}])
 def test_options_of_an_adapter_are_refused_for_a_model(checkpoint, options):
     with pytest.raises(ValueError, match="is not an adapter"):
-        resolve_model(str(checkpoint), **options)
+        resolve_model(str(checkpoint), ModelOptions(**options))
 
 
 # The processor of SmolVLM needs torchvision.
@@ -140,8 +140,9 @@ def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
     expected = {f"model.language_model.{name}": ("nf4", True, dtype) for name in names}
     assert trained_layers == expected
 
-    evaluated_model = as_lm(handle, batch_size=1, load_in_4bit=True).model
-    diagnosed_model = handle.load(load_in_4bit=True)
+    handle_in_4_bits = resolve_model(str(checkpoint), ModelOptions(load_in_4bit=True))
+    evaluated_model = as_lm(handle_in_4_bits, batch_size=1).model
+    diagnosed_model = handle_in_4_bits.load()
     assert layers_in_4_bits(evaluated_model) == expected
     assert layers_in_4_bits(diagnosed_model) == expected
     assert diagnosed_model.dtype == dtype
@@ -157,8 +158,8 @@ def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
 
 
 def test_products_of_4_bits_are_in_the_precision_that_is_asked_for(checkpoint):
-    handle = resolve_model(str(checkpoint))
-    model = handle.load(load_in_4bit=True, dtype="float16")
+    options = ModelOptions(load_in_4bit=True, dtype="float16")
+    model = resolve_model(str(checkpoint), options).load()
     layers = layers_in_4_bits(model)
     assert {product_dtype for _, _, product_dtype in layers.values()} == {torch.float16}
     assert model.dtype == torch.float16
@@ -219,7 +220,7 @@ def test_remote_code_is_run_only_if_it_is_trusted(remote_code_folder, checkpoint
     with pytest.raises(ValueError, match="'own' model. .* its own code. .*--trust-remote-code"):
         resolve_model(str(remote_code_folder))
 
-    handle = resolve_model(str(remote_code_folder), trust_remote_code=True)
+    handle = resolve_model(str(remote_code_folder), ModelOptions(trust_remote_code=True))
     assert handle.processor is not None
     assert type(handle.load()).__name__ == "Own"
 
@@ -233,7 +234,7 @@ def test_a_language_model_with_code_of_its_own_has_no_processor(remote_code_fold
         model_type="words",
         auto_map={"AutoConfig": "words.WordsConfig", "AutoModelForCausalLM": "words.Words"},
     )
-    handle = resolve_model(str(remote_code_folder), trust_remote_code=True)
+    handle = resolve_model(str(remote_code_folder), ModelOptions(trust_remote_code=True))
     assert handle.processor is None
     assert handle.checkpoint.trust_remote_code
     assert type(handle.load()).__name__ == "Words"

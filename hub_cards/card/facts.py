@@ -87,6 +87,7 @@ class Facts:
         has_processor: Whether the folder has a processor.
         notices: The paths of the licences and notices of its parts.
         stages: The `training.json` of each stage in order, with learning rates among the options.
+        last_stage: The last one, or empty.
         parts: The models that it was built from.
         data: The data sets that it was trained on, each once.
         gain: Mean magnitude of the norm's gain and bias, and the gain's start, as in `report.json`.
@@ -114,6 +115,7 @@ class Facts:
                 options[f"{module}_learning_rate"] = learning_rate
             self.stages.insert(0, {"versions": {}, **record, "options": options})
             record = record.get("before") or {}
+        self.last_stage = self.stages[-1] if self.stages else {}
         self.parts = _parts(self.build)
         self.data = _training_data(self.stages)
         self.gain, self.norm_moved = _read_gain(checkpoint, self.config)
@@ -140,17 +142,13 @@ class Facts:
         """Returns a field of the configuration. For an adapter, it is the value in its training."""
         if self.config is not None:
             return getattr(self.config, name)
-        if not self.stages:
-            return None
-        last_stage = self.stages[-1]
-        return last_stage.get("config_changes", {}).get(name, last_stage.get(name))
+        changes = self.last_stage.get("config_changes", {})
+        return changes.get(name, self.last_stage.get(name))
 
     @property
     def started_from(self) -> str | None:
         """Hub id of the checkpoint that the last stage started from. None if it was a folder."""
-        if not self.stages:
-            return None
-        return _hub_id(self.stages[-1]["options"].get("model_name_or_path"))
+        return _hub_id(self.last_stage.get("options", {}).get("model_name_or_path"))
 
     @property
     def report_is_stale(self) -> bool:

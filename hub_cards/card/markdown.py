@@ -96,8 +96,9 @@ def alignment_table(facts: Facts) -> Markup:
     if baseline:
         baseline_gain = baseline.get("gain") or {}
         vocabulary = baseline["interface"].get("vocabulary") or {}
-        baseline_cells = _alignment_cells(baseline, baseline_gain, vocabulary.get("mean"))
-        columns[f"baseline: {baseline['model']}"] = baseline_cells
+        columns[f"baseline: {baseline['model']}"] = _alignment_cells(
+            baseline, baseline_gain, vocabulary.get("mean")
+        )
     return table_of_columns(columns)
 
 
@@ -172,12 +173,10 @@ def _training_cells(stage: dict[str, Any]) -> dict[str, str | None]:
     if stage.get("seconds") is not None:
         duration = str(timedelta(seconds=round(stage["seconds"])))
     hardware = stage.get("hardware") or {}
-    device_names = ", ".join(hardware.get("devices") or ())
-    devices = [str(hardware.get("count") or ""), device_names]
+    devices = [str(hardware.get("count") or ""), ", ".join(hardware.get("devices") or ())]
     machine = [" × ".join(filter(None, devices)), hardware.get("machine")]
     # The count is written once if all steps were done.
     steps = dict.fromkeys([stage.get("steps_done"), run_record.get("steps")])
-    versions = stage["versions"].items()
     return {
         "Trained, at a peak learning rate": ", ".join(trained_modules),
         "Frozen": ", ".join(frozen_modules),
@@ -187,7 +186,9 @@ def _training_cells(stage: dict[str, Any]) -> dict[str, str | None]:
         "Held-out data": "; ".join(held_out_data),
         "Hardware": ", ".join(filter(None, machine)),
         "Time": duration,
-        "Software": ", ".join(f"{package} {version}" for package, version in versions),
+        "Software": ", ".join(
+            f"{package} {version}" for package, version in stage["versions"].items()
+        ),
         "Commit of the code": stage.get("commit"),
     }
 
@@ -219,12 +220,13 @@ def results_table(evaluation: Evaluation) -> Markup:
     references = dict.fromkeys(name for metric in evaluation.metrics for name in metric.references)
     result_rows = []
     for metric in evaluation.metrics:
-        result_row = [
-            metric.subset or "all",
-            metric.name,
-            with_error(metric.value, metric.stderr, 3),
-            *(number(metric.references.get(reference), 3) for reference in references),
-            "" if metric.samples is None else f"{metric.samples:,}",
-        ]
-        result_rows.append(result_row)
+        result_rows.append(
+            [
+                metric.subset or "all",
+                metric.name,
+                with_error(metric.value, metric.stderr, 3),
+                *(number(metric.references.get(reference), 3) for reference in references),
+                "" if metric.samples is None else f"{metric.samples:,}",
+            ]
+        )
     return table(["", "metric", "this model", *references, "n"], result_rows)

@@ -161,27 +161,28 @@ def eval_results(facts: Facts) -> list[EvalResult]:
             continue
         for metric in evaluation.metrics:
             subset = f", {metric.subset}" if metric.subset else ""
-            result = EvalResult(
-                task_type="image-text-to-text",
-                dataset_type=evaluation.task,
-                dataset_name=evaluation.title,
-                metric_type=metric.name,
-                metric_name=metric.name + subset,
-                metric_value=metric.value,
+            results.append(
+                EvalResult(
+                    task_type="image-text-to-text",
+                    dataset_type=evaluation.task,
+                    dataset_name=evaluation.title,
+                    metric_type=metric.name,
+                    metric_name=metric.name + subset,
+                    metric_value=metric.value,
+                )
             )
-            results.append(result)
     return results
 
 
-def read_card(folder: Path) -> str | None:
-    """Reads `README.md` of a folder, with its line ends. Returns None if there is none.
+def read_card(folder: Path) -> str:
+    """Reads `README.md` of a folder, with its line ends. Returns "" if there is none.
 
     Raises:
         ValueError: It is not UTF-8.
     """
     file = folder / CARD
     if not file.is_file():
-        return None
+        return ""
     with refuse_unreadable(str(file), remedy="Save it as UTF-8."):
         return file.read_bytes().decode("utf-8-sig")
 
@@ -206,14 +207,12 @@ class AuthorEdits:
     unused: list[str]
 
 
-def merge_author_edits(
-    folder_card: str | None, hub_card: str | None, repo_id: str | None
-) -> AuthorEdits:
+def merge_author_edits(folder_card: str, hub_card: str, repo_id: str | None) -> AuthorEdits:
     """Returns the edits in the cards of the folder and the Hub. The Hub's take precedence.
 
     Args:
-        folder_card: The text of the folder's card, or None if there is none.
-        hub_card: The text of the Hub's card, or None if there is none.
+        folder_card: The text of the folder's card, or "" if there is none.
+        hub_card: The text of the Hub's card, or "" if there is none.
         repo_id: The repository, for errors.
 
     Raises:
@@ -223,7 +222,7 @@ def merge_author_edits(
     hub_sections, hub_metadata = author_edits(hub_card, f"{CARD} of {repo_id} on the Hub")
     unused = []
     for name, text in hub_sections.items():
-        if name in folder_sections and folder_sections[name].strip() != text.strip():
+        if folder_sections.get(name, text).strip() != text.strip():
             unused.append(name)
     return AuthorEdits(
         sections={**dict.fromkeys(SECTIONS, ""), **folder_sections, **hub_sections},
@@ -232,11 +231,11 @@ def merge_author_edits(
     )
 
 
-def author_edits(card: str | None, where: str) -> tuple[dict[str, str], dict[str, Any]]:
+def author_edits(card: str, where: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns what the author of a card wrote into it, if this package rendered it.
 
     Args:
-        card: The text of the card, or None if there is none.
+        card: The text of the card, or "" if there is none.
         where: Its name in errors.
 
     Returns:
@@ -245,8 +244,8 @@ def author_edits(card: str | None, where: str) -> tuple[dict[str, str], dict[str
     Raises:
         ValueError: A section or the front matter is not valid.
     """
-    mark = _OURS.search(card or "")
-    if card is None or mark is None:
+    mark = _OURS.search(card)
+    if mark is None:
         return {}, {}
     sections = {name: text for name, text in by_hand(card, where).items() if text.strip()}
     derived = mark[1].split(", ")
@@ -279,11 +278,11 @@ def by_hand(card: str, where: str = CARD) -> dict[str, str]:
     return sections
 
 
-def check_replaceable(card: str | None, where: str) -> None:
+def check_replaceable(card: str, where: str) -> None:
     """Raises ValueError if a card has text by others. One with only metadata may be replaced.
 
     Args:
-        card: The text of `README.md`, or None if there is none.
+        card: The text of `README.md`, or "" if there is none.
         where: The folder or repository, for the message.
     """
     if not card or is_ours(card):

@@ -10,15 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, lock_folder
 from ...checkpoint.untrusted import refuse_unreadable
 from ...diagnose.report import paper_ratios
+from . import markdown
 from .facts import Facts, Part
-from .markdown import (
-    alignment_table,
-    escape,
-    link,
-    part_link,
-    results_table,
-    training_table,
-)
 from .metadata import (
     check_replaceable,
     front_matter,
@@ -31,7 +24,7 @@ from .metadata import (
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     undefined=StrictUndefined,
-    finalize=escape,  # all that others wrote is escaped, unless it is Markup
+    finalize=markdown.escape,  # all that others wrote is escaped, unless it is Markup
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
@@ -51,7 +44,7 @@ def render_card(
     *,
     repo_id: str | None = None,
     revision: str = "main",
-    hub_card: str | None = None,
+    hub_card: str = "",
     base: Part | None = None,
     with_gguf: bool = True,
 ) -> Card:
@@ -80,28 +73,20 @@ def render_card(
         parts = _licensed_parts(facts, base)
         model_name = (repo_id or facts.name).rpartition("/")[2]
         matter = front_matter(facts, base, parts, model_name, edits.metadata)
-        link_by_role = {part.role: part_link(part) for part in facts.parts}
-        if base is not None:
-            link_by_role[base.role] = part_link(base)
         yaml_text = ModelCardData(**matter.content).to_yaml(original_order=list(matter.content))
         card_text = _TEMPLATES.get_template("card.md.jinja").render(
             front_matter=yaml_text,
-            derived=matter.derived,
+            matter=matter,
             name=model_name,
             facts=facts,
             source=repo_id or ".",
             revision=revision,
             base=base,
-            part=link_by_role,
+            part={part.role: markdown.part_link(part) for part in facts.parts},
             ratios=paper_ratios(),
             parts=parts,
-            terms=matter.licence,
-            hand=edits.sections,
-            alignment=alignment_table(facts),
-            training=training_table(facts.stages),
-            results=results_table,
-            link=link,
-            part_link=part_link,
+            edits=edits,
+            markdown=markdown,
         )
         ModelCard(card_text)  # raises ValueError if the Hub's client cannot read the front matter
     return Card(card_text, [*matter.warnings, *_warnings(facts, base, edits.unused)])
@@ -111,7 +96,7 @@ def _recorded_base(facts: Facts) -> Part | None:
     """Returns the checkpoint on the Hub that an adapter's training started from."""
     if not facts.adapter or not facts.started_from:
         return None
-    revision = facts.stages[-1].get("model_revision") or "main"
+    revision = facts.last_stage.get("model_revision") or "main"
     return Part("base model", facts.started_from, facts.started_from, revision)
 
 
@@ -177,5 +162,5 @@ def refresh_card(checkpoint: Path) -> None:
 
     Raises ValueError if a record in the folder is not valid.
     """
-    if is_ours(read_card(checkpoint) or ""):
+    if is_ours(read_card(checkpoint)):
         write_card(checkpoint)

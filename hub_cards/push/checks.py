@@ -166,9 +166,9 @@ def require_pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Pa
         if trained_value != base_value:
             changed_settings.append(f"{setting} {trained_value!r}, not {base_value!r}")
     if changed_settings:
-        changes = "; ".join(changed_settings)
         raise ValueError(
-            f"The adapter was trained with {changes} as in its base {base}. Publish {_MERGED}"
+            f"The adapter was trained with {'; '.join(changed_settings)} as in its base {base}. "
+            f"Publish {_MERGED}"
         )
     return Part("base model", base, base, base_commit)
 
@@ -209,8 +209,7 @@ def check_gguf(checkpoint: Path) -> None:
     for file in files:
         with file.open("rb") as stream:
             header = stream.read(16)  # magic bytes, version, number of tensors
-        has_tensors = len(header) == 16 and header.startswith(b"GGUF") and any(header[8:])
-        if not has_tensors:
+        if not (len(header) == 16 and header.startswith(b"GGUF") and any(header[8:])):
             faults.append(f"{file} is not a GGUF file with tensors. Write it again, or remove it.")
     folders = sorted({file.parent for file in files})
     for folder in folders:

@@ -65,9 +65,7 @@ def ask_clean_process(
             text=True,
         )
     if completed.returncode != 0:
-        output = completed.stderr[-2000:].strip()
-        if not output:
-            output = f"It ended with status {completed.returncode}."
+        output = completed.stderr[-2000:].strip() or f"It ended with status {completed.returncode}."
         if token:
             output = output.replace(token, "[token]")
         raise ValueError(f"{source} does not work in a process without this package:\n{output}")
@@ -122,8 +120,6 @@ def main() -> None:
 
     logging.disable_progress_bar()
     source, revision, base, base_revision = json.load(sys.stdin)
-    processor_source = source
-    processor_revision = revision
     if base is None:
         model = _load_model(source, revision)
     else:
@@ -133,11 +129,9 @@ def main() -> None:
         model = PeftModel.from_pretrained(base_model, source, revision=revision)
         options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
         if not cached_file(source, "processor_config.json", **options):
-            processor_source = base
-            processor_revision = base_revision
-    processor = AutoProcessor.from_pretrained(
-        processor_source, revision=processor_revision, trust_remote_code=True
-    )
+            source = base
+            revision = base_revision
+    processor = AutoProcessor.from_pretrained(source, revision=revision, trust_remote_code=True)
     with torch.inference_mode():
         print(json.dumps(first_logits(model.eval(), processor)))
 

@@ -187,8 +187,10 @@ def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) 
     if options.gguf:
         check_gguf(checkpoint)
     if options.space and (options.create_pr or options.as_adapter):
-        remedy = "Leave out --space, or --create-pr and --adapter"
-        raise ValueError(f"A Space needs a published whole model. {remedy}.")
+        raise ValueError(
+            "A Space needs a published whole model. Leave out --space, or --create-pr and "
+            "--adapter."
+        )
 
 
 def _require_repository(repo_id: str, needs_merge: bool, options: PublishOptions) -> Repository:
@@ -300,8 +302,7 @@ def require_own_space(api: HfApi, repo_id: str, replace_files: bool = False) -> 
         OSError: The Hub or the connection failed.
     """
     space = find_repository(api, f"{repo_id}-demo", kind="space")
-    is_new = space.files.keys() <= {".gitattributes", "README.md"}
-    if is_new:
+    if space.files.keys() <= {".gitattributes", "README.md"}:  # it is new
         return space
     if "space.json" not in space.files:
         raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
@@ -330,8 +331,9 @@ def push_space(space: Repository, model: str, commit: str, notify: Callable[[str
         is_private = find_repository(space.api, model).private
         push(space, additions(space_files(model, commit)), removed=(), private=is_private)
     except (ValueError, OSError) as error:
-        state = f"The model is published, at {commit} of {model}; its Space is not."
-        raise OSError(f"{state} {error}") from None
+        raise OSError(
+            f"The model is published, at {commit} of {model}; its Space is not. {error}"
+        ) from None
     space_page = f"{space.api.endpoint}/spaces/{space.repo_id}"
     if is_private:
         notify(

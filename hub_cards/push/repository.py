@@ -49,7 +49,7 @@ class Repository:
         files: The id of each file's content by path. It is the SHA-256 if it is in LFS, otherwise
             git's blob id.
         written: The ids by path of what earlier publications wrote, according to their record.
-        card: The text of its `README.md`, None if there is none.
+        card: The text of its `README.md`, "" if there is none.
     """
 
     api: HfApi
@@ -60,7 +60,7 @@ class Repository:
     private: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    card: str | None = None
+    card: str = ""
 
     def is_as_published(self, path: str) -> bool:
         """Returns whether this package published a file, and nobody has changed it since."""
@@ -149,21 +149,20 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
             file = api.hf_hub_download(name, path, repo_type=kind, revision=commit)
             return Path(file).read_bytes()
 
-        card = download(CARD).decode("utf-8-sig", "replace") or None
         written_ids = _recorded(download(RECORD))
         if written_ids:  # a file of that name without our records is somebody else's
             written_ids[RECORD] = [file_ids[RECORD]]
-    return Repository(
-        api,
-        name,
-        kind,
-        branch,
-        commit=commit,
-        private=bool(repo_info.private),
-        files=file_ids,
-        written=written_ids,
-        card=card,
-    )
+        return Repository(
+            api,
+            name,
+            kind,
+            branch,
+            commit=commit,
+            private=bool(repo_info.private),
+            files=file_ids,
+            written=written_ids,
+            card=download(CARD).decode("utf-8-sig", "replace"),
+        )
 
 
 def _recorded(record: bytes) -> dict[str, Sequence[str]]:
@@ -208,9 +207,7 @@ def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> 
     return sorted(repo_path for repo_path in ours if matches(repo_path, WRITTEN))
 
 
-def files_of_others(
-    repository: Repository, added: Sequence[CommitOperationAdd] | None = None
-) -> list[str]:
+def files_of_others(repository: Repository, added: Sequence[CommitOperationAdd] = ()) -> list[str]:
     """Returns the files that others wrote or changed, and that stand in the way of a publication.
 
     They would be overwritten with another content, or be read together with the model. Without
@@ -219,7 +216,7 @@ def files_of_others(
     """
     is_model = repository.kind == "model"
     # The Hub names a content by one of several ids. `content_ids` says why.
-    sent_ids = content_ids(added or ())
+    sent_ids = content_ids(added)
     obstacles = []
     for repo_path, content_id in sorted(repository.files.items()):
         would_be_overwritten = repo_path in sent_ids
@@ -234,18 +231,15 @@ def files_of_others(
     return obstacles
 
 
-def check_files_of_others(
-    repository: Repository, added: Sequence[CommitOperationAdd] | None = None
-) -> None:
+def check_files_of_others(repository: Repository, added: Sequence[CommitOperationAdd] = ()) -> None:
     """Raises ValueError if there are [`files_of_others`]. It lists them, and what can be done."""
     obstacles = files_of_others(repository, added)
     if not obstacles:
         return
-    sent_ids = content_ids(added or ())
+    sent_ids = content_ids(added)
     file_list = ""
     for repo_path in obstacles:
-        is_sent = repo_path in sent_ids
-        consequence = "overwritten" if is_sent else "read beside the model"
+        consequence = "overwritten" if repo_path in sent_ids else "read beside the model"
         file_list += f"- {repo_path} would be {consequence}\n"
     raise ValueError(
         f"{repository.repo_id} has files that no publication of this package wrote, or that were "

@@ -15,6 +15,7 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.gain import embedding_statistics
 from normalign_llava.diagnose import critical
 from normalign_llava.diagnose.critical import Updates, measure_model_updates, measure_updates
+from normalign_llava.models import ModelOptions
 
 
 TEXTS = ("hello there, how are you", "the answer is no", "one")
@@ -100,7 +101,7 @@ def test_an_update_against_a_state_of_its_own_size_leaves_nothing(norm, size):
 def test_a_revision_and_trust_are_passed_on(monkeypatch):
     calls = []
 
-    def resolve(model, revision, **options):
+    def resolve(model, options, *, revision):
         calls.append((model, revision, options))
         checkpoint = SimpleNamespace(name="there", revision="c" * 40)
         return SimpleNamespace(checkpoint=checkpoint)
@@ -114,7 +115,7 @@ def test_a_revision_and_trust_are_passed_on(monkeypatch):
     with pytest.raises(ValueError, match="so far"):
         measure_model_updates("bea/m", "trial")
     assert calls == [
-        ("bea/m", "trial", {"trust_remote_code": False}),
+        ("bea/m", "trial", ModelOptions(trust_remote_code=False)),
         ("there", {"top": 0, "revision": "c" * 40}),
     ]
 

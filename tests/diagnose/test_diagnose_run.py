@@ -267,7 +267,7 @@ def stopped_diagnosis(tmp_path, monkeypatch):
     """Keeps how models are opened and where the diagnosis would go, and stops before it."""
     calls = SimpleNamespace(opened=[], folders=[])
 
-    def resolve(model, **options):
+    def resolve(model, options):
         calls.opened.append((model, options))
         return SimpleNamespace(name=model, processor="processor")
 
@@ -308,21 +308,18 @@ def test_how_the_models_of_a_diagnosis_are_opened(stopped_diagnosis):
             base="there",
             base_quantization="none",
         )
-    model_options = {
-        "trust_remote_code": True,
-        "base": "there",
-        "base_quantization": "none",
-    }
-    assert stopped_diagnosis.opened[:2] == [
-        ("bea/model", model_options),
-        ("other", {"trust_remote_code": True}),
-    ]
+    (model, model_options), (other, other_options) = stopped_diagnosis.opened[:2]
+    assert (model, other) == ("bea/model", "other")
+    assert model_options.trust_remote_code
+    assert (model_options.base, model_options.base_quantization) == ("there", "none")
+    assert other_options.trust_remote_code
+    assert (other_options.base, other_options.base_quantization) == (None, None)
 
 
 def measure(model_folder, data_folder, image_path, **loading):
     samples = load_samples(str(data_folder), 4)
     options = run.DiagnosisOptions(str(model_folder), batch_size=2, **loading)
-    model = resolve_model(str(model_folder))
+    model = resolve_model(str(model_folder), options)
     return run._measure(model, "m", image_path, options, samples)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationC
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluation.engine import as_lm
-from normalign_llava.models import resolve_model
+from normalign_llava.models import ModelOptions, resolve_model
 
 
 pytestmark = pytest.mark.slow
@@ -182,10 +182,10 @@ def test_answers_in_batches_are_the_answers_to_one_question_at_a_time(checkpoint
 
     write_task(tmp_path, expected)
     limit_answers_to_one_token(checkpoint)
-    handle = resolve_model(str(checkpoint))
+    handle = resolve_model(str(checkpoint), ModelOptions(dtype="float32"))
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
     for batch_size in (1, 4):
-        lm = as_lm(handle, batch_size=batch_size, dtype="float32")
+        lm = as_lm(handle, batch_size=batch_size)
         result = evaluate(lm, tasks.load(["tiny_mixed"]), apply_chat_template=True)
         samples = sorted(result["samples"]["tiny_mixed"], key=lambda sample: sample["doc_id"])
         assert [sample["resps"][0][0] for sample in samples] == expected
@@ -195,7 +195,7 @@ def test_answers_in_batches_are_the_answers_to_one_question_at_a_time(checkpoint
 @pytest.fixture
 def encode(checkpoint):
     """Encodes two questions without images."""
-    lm = as_lm(resolve_model(str(checkpoint)), batch_size=2, dtype="float32")
+    lm = as_lm(resolve_model(str(checkpoint), ModelOptions(dtype="float32")), batch_size=2)
 
     def encode_texts(first_question, second_question, **options):
         return lm.tok_batch_multimodal_encode(

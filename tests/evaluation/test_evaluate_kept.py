@@ -75,7 +75,7 @@ def tasks_run(monkeypatch):
         )
 
     monkeypatch.setattr(run_module, "run_task", finish)
-    monkeypatch.setattr(run_module, "as_lm", lambda handle, **loading: None)
+    monkeypatch.setattr(run_module, "as_lm", lambda handle, batch_size: None)
     return task_names
 
 
@@ -166,8 +166,8 @@ def test_a_limit_as_large_as_a_task_makes_a_whole_result_that_is_kept(
     """If all tasks were done before, the model is not loaded."""
     loaded = []
 
-    def load(handle, **loading):
-        loaded.append(loading)
+    def load(handle, batch_size):
+        loaded.append((batch_size, handle.options.dtype, handle.options.load_in_4bit))
 
     monkeypatch.setattr(run_module, "as_lm", load)
     options = {"limit": 5, "dtype": "float32"}
@@ -176,7 +176,7 @@ def test_a_limit_as_large_as_a_task_makes_a_whole_result_that_is_kept(
     assert not first_result.partial
     assert not kept_result.partial
     assert tasks_run == ["tiny_choosing"]
-    assert loaded == [{"batch_size": 1, "dtype": "float32", "load_in_4bit": False}]
+    assert loaded == [(1, "float32", False)]
 
 
 def test_without_a_suite_a_task_or_data_nothing_is_evaluated(model_folder):
@@ -225,8 +225,8 @@ def test_results_are_written_to_a_folder_in_the_home_folder(
 def test_what_opens_the_model_is_told_of_code_and_of_the_base(monkeypatch):
     received_options = {}
 
-    def stop(model, **options):
-        received_options.update(options)
+    def stop(model, given):
+        received_options.update({name: getattr(given, name) for name in options})
         raise ValueError("so far")
 
     monkeypatch.setattr(run_module, "resolve_model", stop)

@@ -549,13 +549,13 @@ def test_a_repository_is_read_as_it_is(prepared, hub):
         "branch": "main",
         "commit": None,
         "private": False,
-        "card": None,
+        "card": "",
         "written": {},
         "files": [],
     }
     assert other_found["commit"] == second_repository.commit
     assert other_found["private"] is False
-    assert other_found["card"] is None
+    assert other_found["card"] == ""
 
     of_front_matter, of_token = read_errors
     assert "front matter of README.md" in of_front_matter
