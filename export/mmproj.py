@@ -173,9 +173,10 @@ def sample_features(checkpoint: Checkpoint, tower: dict[str, Tensor]) -> Tensor:
     pixels = checkpoint.processor.image_processor(pictures, return_tensors="pt")
     config = checkpoint.config
     model = AutoModel.from_config(config.vision_config, dtype=torch.float32).eval()
-    values = {}
-    for name, value in model.state_dict().items():
-        values[name] = tower.get(name.removeprefix("vision_model."), value)
+    values = {
+        name: tower.get(name.removeprefix("vision_model."), value)
+        for name, value in model.state_dict().items()
+    }
     model.load_state_dict(values)
     outputs = model(pixels["pixel_values"].float(), output_hidden_states=True)
     features = [outputs.hidden_states[layer] for layer in feature_layers(config)]
