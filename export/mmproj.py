@@ -114,24 +114,26 @@ def read_vision_parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Projec
         ValueError: Weights are damaged or missing, or quantized.
         OSError: They cannot be fetched.
     """
-    vision_tensors = {}
+    tower = {}
+    tensors = {}
     for file in fetch_checked_weights(checkpoint.name, checkpoint.revision):
         with refuse_unreadable(str(file)), safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118  (it is not a dictionary)
-                if "vision_tower." in name or "multi_modal_projector." in name:
-                    vision_tensors[name] = stored.get_tensor(name)
-    tower = {}
-    tensors = {}
-    for name, tensor in vision_tensors.items():
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            remedy = "Export the checkpoint before it is quantized."
-            raise ValueError(f"{name} of {checkpoint.name} is quantized. {remedy}")
-        if "multi_modal_projector." in name:
-            tensors[name.partition("multi_modal_projector.")[2]] = tensor.double()
-        else:
-            # transformers 5 has no level `vision_model.`, older checkpoints have it.
-            own_name = name.partition("vision_tower.")[2]
-            tower[own_name.removeprefix("vision_model.")] = tensor
+                _, in_tower, name_in_tower = name.partition("vision_tower.")
+                _, in_projector, name_in_projector = name.partition("multi_modal_projector.")
+                if not in_tower and not in_projector:
+                    continue
+                tensor = stored.get_tensor(name)
+                if not tensor.is_floating_point() or tensor.itemsize < 2:
+                    raise ValueError(
+                        f"{name} of {checkpoint.name} is quantized. Export the checkpoint before "
+                        "it is quantized."
+                    )
+                if in_projector:
+                    tensors[name_in_projector] = tensor.double()
+                else:
+                    # transformers 5 has no level `vision_model.`, older checkpoints have it.
+                    tower[name_in_tower.removeprefix("vision_model.")] = tensor
     wanted_names = [f"{_PATCHES}.weight", "linear_1.weight", "linear_2.weight"]
     missing_names = [name for name in wanted_names if name not in tower | tensors]
     if missing_names:
