@@ -8,6 +8,7 @@ gets a copy of it, so it imports nothing of this package.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -49,9 +50,8 @@ def make_turn(role: str, text: str, images: Sequence[Image.Image | None] = ()) -
     return {"role": role, "content": content}
 
 
-def user_turn(text: str, images: Sequence[Image.Image | None] = ()) -> Message:
-    """Returns a user's turn, see [`make_turn`]."""
-    return make_turn("user", text, images)
+user_turn = partial(make_turn, "user")
+"""Returns a user's turn with a text, and with images before it, see [`make_turn`]."""
 
 
 def greedy_config(

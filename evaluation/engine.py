@@ -88,7 +88,7 @@ def chosen_tasks(
 
     Raises ValueError if a suite or task does not exist, or `limit` would cut questions of MMBench.
     """
-    task_names: list[str] = []
+    task_names = []
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"Suite {suite!r} does not exist. Name one of {', '.join(SUITES)}.")
@@ -276,10 +276,10 @@ def _protocol(
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data_name}."]
     if output_type == "generate_until":
         settings = json.dumps(config.get("generation_kwargs"))
-        sentences.append(f"Answers are generated with {settings}.")
-        sentences.append(
-            "Of the model's own generation_config only the tokens are used, and no penalty."
-        )
+        sentences += [
+            f"Answers are generated with {settings}.",
+            "Of the model's own generation_config only the tokens are used, and no penalty.",
+        ]
     else:
         sentences.append(f"Answers are chosen by {output_type}.")
     prompt_form = "through the chat template" if through_chat_template else "as plain text"
@@ -290,8 +290,10 @@ def _protocol(
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
-        sentences.append("Blank image: the answer to a white image, for all questions so worded.")
-        sentences.append("Commonest answer: the share of questions whose true answer it is.")
+        sentences += [
+            "Blank image: the answer to a white image, for all questions so worded.",
+            "Commonest answer: the share of questions whose true answer it is.",
+        ]
     samples = next(iter(raw["samples"].values()), None)
     if samples and output_type != "loglikelihood_rolling" and not own_data_rule:
         first_prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)

@@ -282,7 +282,7 @@ def contains_any(answer: str, texts: list[str]) -> bool:
     """
     before = rf"(?<!{_LETTER})(?<!\d[.,])(?<!-)"
     after = rf"(?!{_LETTER})(?![.,]\d)(?!-{_LETTER})"
-    for text in texts:
-        if text and re.search(before + re.escape(text.lower()) + after, answer.lower()):
-            return True
-    return False
+    return any(
+        text and re.search(before + re.escape(text.lower()) + after, answer.lower())
+        for text in texts
+    )
