@@ -151,8 +151,7 @@ def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedMode
         names = set()
         for file in fetch_checked_weights(vision.name, vision.revision):
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118, as it is not a dictionary
-                    names.add(re.sub(_PART_PREFIX, "", name))
+                names.update(re.sub(_PART_PREFIX, "", name) for name in tensors.keys())  # noqa: SIM118
         loaded_class = encoder_class
         if names.issuperset(name for name, _ in tower.named_parameters()):
             # transformers renames tensors of older files. Among new names, such as DINOv3's and
