@@ -274,10 +274,11 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
     for question_index, main_answer in enumerate(models[-1].report.attention):
         if not main_answer.maps:
             continue
-        answers = []
-        for model in models:
-            if question_index < len(model.report.attention):
-                answers.append((model, model.report.attention[question_index]))
+        answers = [
+            (model, model.report.attention[question_index])
+            for model in models
+            if question_index < len(model.report.attention)
+        ]
         image_file = images / str(main_answer.image)
         image = Image.open(image_file, formats=("PNG",)).convert("RGB")
         figure = _draw_attention(image, main_answer.question, answers)
@@ -362,7 +363,7 @@ def in_depth(
         for kind in kinds_of(model):
             means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
             positions = first_position + np.arange(len(means))
-            line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
+            line_style = {"linewidth": LINE_WIDTHS[kind], "zorder": 3}
             if model.baseline:
                 line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
             axes.plot(

@@ -227,9 +227,7 @@ def paper_tables() -> dict[str, Any]:
 def paper_ratios() -> dict[str, float]:
     """Returns the mean norm of the projector's output over the mean norm of text, by model."""
     tables = paper_tables()
-    ratios = {}
-    for row in tables["table_2"]:
-        ratios[row["model"]] = row["after_mean"] / row["text_mean"]
+    ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
     ovis = tables["table_3_ovis2_5"]
     ratios["Ovis2.5"] = ovis["visual_mean"] / ovis["text_mean"]
     return ratios

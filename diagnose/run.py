@@ -162,8 +162,7 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
         report = _measure(model, name, staging / "image", options, drawn)
         against = None
         if options.against is not None:
-            baseline_images = staging / "baseline_image"
-            against = _measure(baseline, baseline_name, baseline_images, options, drawn)
+            against = _measure(baseline, baseline_name, staging / "baseline_image", options, drawn)
         drawings = draw(report, against, staging)
         provenance = _provenance(options, handles)
         provenance["first question"] = drawn.samples[0].question

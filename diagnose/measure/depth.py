@@ -172,8 +172,7 @@ class DepthProbe:
                 after_layer = partial(self._after_layer, layer_index)
                 hooks.enter_context(layer.register_forward_hook(after_layer, with_kwargs=True))
             if self._final_norm is not None:
-                after_norm = self._after_final_norm
-                hooks.enter_context(self._final_norm.register_forward_hook(after_norm))
+                hooks.enter_context(self._final_norm.register_forward_hook(self._after_final_norm))
             yield
 
     def result(self) -> Depth:
@@ -301,8 +300,8 @@ def _check_states(kind: str, norm: Tensor, log_norm: Tensor) -> None:
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
     """Returns moments `(3, kinds)` by kind, for the kinds that occur."""
-    moments_by_kind = {}
-    for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True):
-        if count:
-            moments_by_kind[kind] = Moments(mean, std, int(count))
-    return moments_by_kind
+    return {
+        kind: Moments(mean, std, int(count))
+        for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True)
+        if count
+    }

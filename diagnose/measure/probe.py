@@ -75,10 +75,8 @@ def probe(
         interface_probe.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
         token_counts += kind_masks.sum(-1).cpu()
         sample_count += len(inputs["input_ids"])
-    tokens = {}
-    for kind, count in zip(KINDS, token_counts.tolist(), strict=True):
-        if count:
-            tokens[kind] = count
+    counts_by_kind = zip(KINDS, token_counts.tolist(), strict=True)
+    tokens = {kind: count for kind, count in counts_by_kind if count}
     if "visual" not in tokens:
         raise ValueError(
             f"None of the {sample_count} sequences has a visual token (config.image_token_id, "
@@ -105,7 +103,7 @@ def probe(
         interface=interface_norms,
         depth=depth_probe.result(),
         left_out=left_out,
-        norm=config.projector_norm if config.model_type == "normalign_llava" else None,
+        norm=getattr(config, "projector_norm", None),  # a field of this package's only
     )
 
 
