@@ -6,7 +6,7 @@ gets a copy of it, so it imports nothing of this package.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
@@ -218,7 +218,7 @@ class AnswerStream:
     def __iter__(self) -> Iterator[str]:
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         with ThreadPoolExecutor(1) as pool:
-            generated: Future[Tensor] = pool.submit(self._generate, streamer)
+            generated = pool.submit(self._generate, streamer)
             generated.add_done_callback(lambda _: streamer.end())  # also after an error
             try:
                 yield from filter(None, streamer)

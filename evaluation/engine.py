@@ -192,8 +192,7 @@ def run_task(
         settings=settings,
     )
     samples_by_task = raw.pop("samples")
-    name_pattern = folder / "results.json"  # the harness adds the date to such a name
-    tracker = EvaluationTracker(output_path=str(name_pattern))
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))  # it adds the date
     tracker.save_results_aggregated(raw, samples=samples_by_task)
     for task_name, samples in samples_by_task.items():
         tracker.save_results_samples(task_name, samples)

@@ -232,7 +232,7 @@ def _require_weights_and_settings(
     task_files = None
     if options.include_path is not None:
         task_files = files_hash(options.include_path, *TASK_FILES)
-    settings: dict[str, Any] = {
+    settings = {
         "batch_size": options.batch_size,
         "limit": options.limit,
         "files": model_files,

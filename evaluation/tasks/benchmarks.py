@@ -139,11 +139,7 @@ def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
     rotations = defaultdict(list)
     for index, right in rows:
         rotations[index % ROTATION].append(right)
-    scores = {}
-    for index, _ in rows:
-        if index < ROTATION:
-            scores[index] = float(all(rotations[index]))
-    return scores
+    return {index: float(all(rotations[index])) for index, _ in rows if index < ROTATION}
 
 
 def circular(rows: list[tuple[int, float]]) -> float:

@@ -120,7 +120,7 @@ def results(document: dict, answers: list[str]) -> dict:
         answers: The answer with the image and, if `blank` is not empty, the one with a white image.
     """
     chosen = [named(answer, document["choices"]) for answer in answers]
-    scores: dict = {
+    scores = {
         "acc": float(chosen[0] == document["answer"]),
         "commonest": document["answer"],
     }
