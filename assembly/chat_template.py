@@ -108,10 +108,10 @@ def without_preamble(template: str, messages: Messages, image_token: str) -> tup
         return template, messages
     joined_messages = []
     for message in messages:
-        part_texts = []
+        content = ""
         for part in message["content"]:
-            part_texts.append(image_token if part["type"] == "image" else part["text"])
-        joined_messages.append({**message, "content": "".join(part_texts)})
+            content += image_token if part["type"] == "image" else part["text"]
+        joined_messages.append({**message, "content": content})
     return template.removeprefix(preamble), joined_messages
 
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from PIL import Image
@@ -343,7 +342,7 @@ def _require_hidden_states(
     if states:
         return tuple(states)
     remedy = "docs/train.md lists encoders that fit."
-    image_size: Any = getattr(tower.config, "image_size", None)
+    image_size = getattr(tower.config, "image_size", None)
     if isinstance(image_size, int):
         image_size = (image_size, image_size)
     is_known = isinstance(image_size, list | tuple) and len(image_size) == 2

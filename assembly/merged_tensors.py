@@ -277,7 +277,7 @@ class MergedTensors:
         if values:  # what the file has for one of them replaces both
             self._replacements |= dict.fromkeys(tied_names, values[0])
             names_of_head = self._unused.pop(head_name, [])
-            self._unused[embeddings_name] = [*self._unused.pop(embeddings_name, []), *names_of_head]
+            self._unused.setdefault(embeddings_name, []).extend(names_of_head)
         for path in (self._embeddings, _HEAD):
             if path in self._wrapped:
                 self._merged_pair[path] = self._merge_and_check(path)

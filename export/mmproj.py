@@ -5,7 +5,6 @@ Nothing of its language model is read.
 """
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -220,7 +219,7 @@ def project_for_llama_cpp(
 def _add_settings(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     vision = config.vision_config
-    image_processor: Any = checkpoint.processor.image_processor
+    image_processor = checkpoint.processor.image_processor
     layers = feature_layers(config)
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)

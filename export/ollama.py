@@ -96,12 +96,12 @@ def read_turn_texts(processor: LlavaProcessor) -> TurnTexts | None:
     except ValueError:  # a text is missing, or printed twice
         return None
     turn_texts = TurnTexts(
-        before_system=before_system,
-        before_first_question=before_first_question,
-        system_to_question=system_to_question,
-        question_to_answer=question_to_answer,
-        answer_to_question=answer_to_question,
-        before_answer=before_answer,
+        before_system,
+        before_first_question,
+        system_to_question,
+        question_to_answer,
+        answer_to_question,
+        before_answer,
     )
     # Joined texts must be what the template prints of other conversations, too.
     exchange = [("user", "What is this?"), ("assistant", "A red kite.")]
