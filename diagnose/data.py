@@ -148,8 +148,7 @@ def _read_shuffled(
         row_count = len(source.data)
         order = rng.sample(range(row_count), row_count)
         return chain.from_iterable(source.rows_at([row]) for row in order)
-    first_rows = islice(source, limit)
-    rows = list(track(first_rows, f"reading {source.name}", total=limit))
+    rows = list(track(islice(source, limit), f"reading {source.name}", total=limit))
     rng.shuffle(rows)
     return rows
 

@@ -87,8 +87,8 @@ def shown(report: Report, against: Report | None) -> list[Shown]:
     model = Shown(report, elide(drawable(report.model), 30))
     if against is None:
         return [model]
-    name = elide(drawable(against.model), 30)
-    return [Shown(against, f"{name} (baseline)", baseline=True), model]
+    label = f"{elide(drawable(against.model), 30)} (baseline)"
+    return [Shown(against, label, baseline=True), model]
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
@@ -123,26 +123,13 @@ def interface(models: list[Shown]) -> Sketch:
     figure = new_figure(1.3 + row_height * len(stages), title)
     axes = figure.subplots()
     for model in models:  # the legend has a grey marker for each
-        axes.plot(
-            [],
-            "o",
-            color=MUTED,
-            markerfacecolor=model.face(MUTED),
-            label=model.label,
-        )
+        axes.plot([], "o", color=MUTED, markerfacecolor=model.face(MUTED), label=model.label)
     _draw_stages(axes, models, stages)
     log_scale(axes, "x")
     text_norm = _positive_moments(models[-1], "vocabulary")
     if text_norm is not None:
-        axes.axvline(
-            text_norm.mean,
-            color=COLORS["text"],
-            linewidth=1,
-            linestyle=":",
-            zorder=1,
-        )
-    stage_labels = [STAGES[stage][1] for stage in stages]
-    axes.set_yticks(range(len(stages)), stage_labels)
+        axes.axvline(text_norm.mean, color=COLORS["text"], linewidth=1, linestyle=":", zorder=1)
+    axes.set_yticks(range(len(stages)), [STAGES[stage][1] for stage in stages])
     axes.set_ylim(len(stages) - 0.5, -0.5)
     tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
@@ -279,9 +266,8 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
             for model in models
             if question_index < len(model.report.attention)
         ]
-        image_file = images / str(main_answer.image)
-        image = Image.open(image_file, formats=("PNG",)).convert("RGB")
-        figure = _draw_attention(image, main_answer.question, answers)
+        opened = Image.open(images / str(main_answer.image), formats=("PNG",))
+        figure = _draw_attention(opened.convert("RGB"), main_answer.question, answers)
         order = ""
         if not main_answer.grid:
             order = ", visual tokens in order, since they form no single grid"
@@ -363,7 +349,7 @@ def in_depth(
         for kind in kinds_of(model):
             means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
             positions = first_position + np.arange(len(means))
-            line_style = {"linewidth": LINE_WIDTHS[kind], "zorder": 3}
+            line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
             if model.baseline:
                 line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
             axes.plot(
@@ -468,9 +454,4 @@ def log_scale(axes: Axes, which: str) -> None:
 
 def legend(figure: Figure, columns: int) -> None:
     """Adds a legend below the figure."""
-    figure.legend(
-        ncols=columns,
-        loc="outside lower left",
-        fontsize=9,
-        frameon=False,
-    )
+    figure.legend(ncols=columns, loc="outside lower left", fontsize=9, frameon=False)

@@ -67,7 +67,7 @@ def write_page(
         left_out=left_out,
         provenance=provenance,
     )
-    (folder / PAGE).write_text(page, encoding="utf-8")
+    (folder / PAGE).write_text(page, "utf-8")
 
 
 def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:

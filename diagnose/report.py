@@ -221,7 +221,7 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 def paper_tables() -> dict[str, Any]:
     """Returns the paper's tables 1 to 8 by name, and `source`, where they were published."""
-    return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+    return json.loads(files(__package__).joinpath("paper.json").read_text("utf-8"))
 
 
 def paper_ratios() -> dict[str, float]:

@@ -51,8 +51,7 @@ class RunningMoments:
             masks = torch.ones_like(values, dtype=torch.bool)
         masks = masks.to(values.device)
         count = masks.sum(-1).to(values.dtype)
-        total = torch.where(masks, values, 0.0).sum(-1)
-        mean = total / count.clamp(min=1)
+        mean = torch.where(masks, values, 0.0).sum(-1) / count.clamp(min=1)
         deviations = torch.where(masks, values - mean.unsqueeze(-1), 0.0)
         squares = deviations.square().sum(-1)
         means_of_values = torch.where(count > 0, mean, math.nan)
@@ -268,15 +267,14 @@ class DepthProbe:
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if self._pass is not None:  # NanoChat applies it before the first layer too
-            states = _rows(output, output.device)
-            self._normalized.add(states.norm(dim=-1), self._pass.masks)
+            norms = _rows(output, output.device).norm(dim=-1)
+            self._normalized.add(norms, self._pass.masks)
             self._pass = None
 
 
 def _rows(states: Tensor, device: torch.device) -> Tensor:
     """Returns states `(..., d)` as `(n, d)` on `device`, in its widest float."""
-    flat_states = states.detach().flatten(0, -2)
-    return flat_states.to(device, widest(device))
+    return states.detach().flatten(0, -2).to(device, widest(device))
 
 
 def _check_states(kind: str, norm: Tensor, log_norm: Tensor) -> None:
