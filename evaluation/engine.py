@@ -88,7 +88,7 @@ def chosen_tasks(
 
     Raises ValueError if a suite or task does not exist, or `limit` would cut questions of MMBench.
     """
-    task_names = []
+    task_names: list[str] = []
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"Suite {suite!r} does not exist. Name one of {', '.join(SUITES)}.")
@@ -121,8 +121,7 @@ def task_version(task: str | Task, manager: TaskManager) -> str | None:
     entry = manager.task_index[task]
     if entry.kind.name not in ("TASK", "PY_TASK") or entry.cfg is None:
         return None
-    metadata = entry.cfg.get("metadata") or {}
-    stated_version = metadata.get("version")
+    stated_version = (entry.cfg.get("metadata") or {}).get("version")
     return None if stated_version is None else str(stated_version)
 
 
@@ -269,14 +268,13 @@ def _protocol(
     for name in filter(None, (config.get("dataset_path"), config.get("dataset_name"))):
         path = Path(name)
         data_name_parts.append(path.name if path.exists() else name)
-    data_name = " ".join(data_name_parts)
     output_type = config["output_type"]
     own_data_rule = (config.get("metadata") or {}).get("rule")
+    data_name = " ".join(data_name_parts)
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data_name}."]
     if output_type == "generate_until":
-        settings = json.dumps(config.get("generation_kwargs"))
         sentences += [
-            f"Answers are generated with {settings}.",
+            f"Answers are generated with {json.dumps(config.get('generation_kwargs'))}.",
             "Of the model's own generation_config only the tokens are used, and no penalty.",
         ]
     else:

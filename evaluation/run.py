@@ -232,7 +232,7 @@ def _require_weights_and_settings(
     task_files = None
     if options.include_path is not None:
         task_files = files_hash(options.include_path, *TASK_FILES)
-    settings = {
+    settings: dict[str, Any] = {
         "batch_size": options.batch_size,
         "limit": options.limit,
         "files": model_files,
@@ -278,8 +278,9 @@ def _read_reusable_results(
         elif not result.partial:
             replaced.append(result.task)
     if settings["limit"] and replaced:
-        task_names = ", ".join(replaced)
-        raise ValueError(f"--limit would replace results of {task_names}. Name another --output.")
+        raise ValueError(
+            f"--limit would replace results of {', '.join(replaced)}. Name another --output."
+        )
     return reusable
 
 
