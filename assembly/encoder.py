@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from PIL import Image
@@ -147,7 +148,7 @@ def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedMode
         tower = vision.load(encoder_class, config=config)
     else:
         tower = vision.without_weights(encoder_class, config)
-        names = set()
+        names = set[str]()
         for file in fetch_checked_weights(vision.name, vision.revision):
             with safe_open(file, "pt") as tensors:
                 names.update(re.sub(_PART_PREFIX, "", name) for name in tensors.keys())  # noqa: SIM118
@@ -342,7 +343,7 @@ def _require_hidden_states(
     if states:
         return tuple(states)
     remedy = "docs/train.md lists encoders that fit."
-    image_size = getattr(tower.config, "image_size", None)
+    image_size: Any = getattr(tower.config, "image_size", None)
     if isinstance(image_size, int):
         image_size = (image_size, image_size)
     is_known = isinstance(image_size, list | tuple) and len(image_size) == 2

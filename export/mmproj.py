@@ -180,8 +180,7 @@ def sample_features(checkpoint: Checkpoint, tower: dict[str, Tensor]) -> Tensor:
     }
     model.load_state_dict(values)
     outputs = model(pixels["pixel_values"].float(), output_hidden_states=True)
-    features = [outputs.hidden_states[layer] for layer in feature_layers(config)]
-    return torch.cat(features, dim=-1)
+    return torch.cat([outputs.hidden_states[layer] for layer in feature_layers(config)], dim=-1)
 
 
 def project_for_llama_cpp(

@@ -110,8 +110,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
 
     tower_dtype = TOWER_DTYPES.get(str(options.dtype).removeprefix("torch."))
     if tower_dtype is None:
-        allowed = ", ".join(TOWER_DTYPES)
-        raise ValueError(f"dtype must be one of {allowed}, got {options.dtype!r}.")
+        raise ValueError(f"dtype must be one of {', '.join(TOWER_DTYPES)}, got {options.dtype!r}.")
     text_type = options.text_type
     if text_type not in TEXT_TYPES:
         raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")
