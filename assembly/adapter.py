@@ -287,9 +287,8 @@ def _check_tensors(
     with refuse_unreadable(f"{weights_path}"), safe_open(weights_path, "pt") as file:
         stored_shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     tensors = adapted.state_dict()
-    expected_shapes = {}
-    for name, place in _places_of_saved(adapted, stored_shapes).items():
-        expected_shapes[name] = list(tensors[place].shape)
+    places = _places_of_saved(adapted, stored_shapes)
+    expected_shapes = {name: list(tensors[place].shape) for name, place in places.items()}
     for name in sorted(expected_shapes | stored_shapes):
         if stored_shapes.get(name) != expected_shapes.get(name):
             raise ValueError(

@@ -139,11 +139,11 @@ def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
     quantized_model = on_meta(adapter.config)
     quantizer.preprocess_model(model=quantized_model, device_map={"": "cpu"})
-    layers = {}
-    for module_path, module in quantized_model.named_modules():
-        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
-            layers[f"{module_path}.weight"] = module
-    return layers
+    return {
+        f"{module_path}.weight": module
+        for module_path, module in quantized_model.named_modules()
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+    }
 
 
 def _check_shapes(

@@ -27,9 +27,9 @@ Messages = list[dict[str, Any]]
 Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
 
 _TEMPLATES = files(__package__) / "templates"
-_PREAMBLE = (_TEMPLATES / "multimodal_preamble.jinja").read_text(encoding="utf-8")
-_VICUNA = (_TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8")
-_EDITS = yaml.safe_load((_TEMPLATES / "generation_marks.yaml").read_text(encoding="utf-8"))
+_PREAMBLE = (_TEMPLATES / "multimodal_preamble.jinja").read_text("utf-8")
+_VICUNA = (_TEMPLATES / "vicuna.jinja").read_text("utf-8")
+_EDITS = yaml.safe_load((_TEMPLATES / "generation_marks.yaml").read_text("utf-8"))
 _CONVERSATIONS = yaml.safe_load((_TEMPLATES / "check_conversations.yaml").read_text("utf-8"))
 _STAND_INS: Tokens = {"bos_token": "<s>", "eos_token": "</s>"}
 _QUESTION = {"role": "user", "content": "What is this?"}
@@ -108,10 +108,10 @@ def without_preamble(template: str, messages: Messages, image_token: str) -> tup
         return template, messages
     joined_messages = []
     for message in messages:
-        part_texts = []
+        content = ""
         for part in message["content"]:
-            part_texts.append(image_token if part["type"] == "image" else part["text"])
-        joined_messages.append({**message, "content": "".join(part_texts)})
+            content += image_token if part["type"] == "image" else part["text"]
+        joined_messages.append({**message, "content": content})
     return template.removeprefix(preamble), joined_messages
 
 
@@ -264,6 +264,5 @@ def _expected_spans(
         end_position = text.find(end_of_turn, len(prompt))
         if end_position < 0 or not text.startswith(prompt):
             return None
-        answer = text[len(prompt) : end_position + len(end_of_turn)]
-        spans.append(answer.strip())
+        spans.append(text[len(prompt) : end_position + len(end_of_turn)].strip())
     return spans

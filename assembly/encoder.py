@@ -148,11 +148,10 @@ def load_encoder(vision: Checkpoint, config: PreTrainedConfig) -> PreTrainedMode
         tower = vision.load(encoder_class, config=config)
     else:
         tower = vision.without_weights(encoder_class, config)
-        names = set()
+        names = set[str]()
         for file in fetch_checked_weights(vision.name, vision.revision):
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118, as it is not a dictionary
-                    names.add(re.sub(_PART_PREFIX, "", name))
+                names.update(re.sub(_PART_PREFIX, "", name) for name in tensors.keys())  # noqa: SIM118
         loaded_class = encoder_class
         if names.issuperset(name for name, _ in tower.named_parameters()):
             # transformers renames tensors of older files. Among new names, such as DINOv3's and

@@ -106,8 +106,7 @@ def embedding_statistics(
         tensor_name = _require_embedding(model, tensors.keys())
         weight = tensors.get_tensor(tensor_name)  # mapped, not read yet
         row_norms = embedding_row_norms(weight)
-        hidden_size = weight.shape[1]
-        return statistics_of(model, tensor_name, row_norms, hidden_size, config, tokenizer, top)
+        return statistics_of(model, tensor_name, row_norms, weight.shape[1], config, tokenizer, top)
 
 
 def statistics_of(

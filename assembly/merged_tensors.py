@@ -162,7 +162,19 @@ class MergedTensors:
         # Names in the file that are not written yet, by the path of a layer with an adapter or the
         # name of a replaced tensor.
         self._unused: dict[str, list[str]] = {}
-        self._find_uses(places, adapted.state_dict())
+        values = adapted.state_dict()
+        for name_in_file, place in places.items():
+            target = place.removeprefix("base_model.model.")
+            path = next((path for path in self._wrapped if target.startswith(f"{path}.")), None)
+            if path is None:
+                self._replacements[target] = values[place]
+            else:
+                name_in_layer = target.removeprefix(f"{path}.").removeprefix("token_adapter.")
+                if name_in_layer.startswith("base_layer."):  # perhaps several times
+                    _, _, name_in_base = name_in_layer.rpartition("base_layer.")
+                    self._replacements[f"{path}.{name_in_base}"] = values[place]
+                target = path
+            self._unused.setdefault(target, []).append(name_in_file)
         self._merged_pair: dict[str, MergedLayer] = {}
         if self.model.lm_head.weight is self.model.get_input_embeddings().weight:
             self._merge_tied_pair()
@@ -231,26 +243,6 @@ class MergedTensors:
             wrapped[path] = module
         return wrapped
 
-    def _find_uses(self, places: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
-        """Finds out what each tensor of the adapter's file is for, by its place in the model.
-
-        Args:
-            places: Names in the adapted model, by names in the file.
-            values: The adapted model's tensors, by names in that model.
-        """
-        for name_in_file, place in places.items():
-            target = place.removeprefix("base_model.model.")
-            path = next((path for path in self._wrapped if target.startswith(f"{path}.")), None)
-            if path is None:
-                self._replacements[target] = values[place]
-            else:
-                name_in_layer = target.removeprefix(f"{path}.").removeprefix("token_adapter.")
-                if name_in_layer.startswith("base_layer."):  # perhaps several times
-                    _, _, name_in_base = name_in_layer.rpartition("base_layer.")
-                    self._replacements[f"{path}.{name_in_base}"] = values[place]
-                target = path
-            self._unused.setdefault(target, []).append(name_in_file)
-
     def _trained_tensor(self, name: str) -> Tensor:
         """Reads a tensor as training had it, without what the adapter's layers add to it."""
         if name in self._replacements:
@@ -285,7 +277,7 @@ class MergedTensors:
         if values:  # what the file has for one of them replaces both
             self._replacements |= dict.fromkeys(tied_names, values[0])
             names_of_head = self._unused.pop(head_name, [])
-            self._unused[embeddings_name] = [*self._unused.pop(embeddings_name, []), *names_of_head]
+            self._unused.setdefault(embeddings_name, []).extend(names_of_head)
         for path in (self._embeddings, _HEAD):
             if path in self._wrapped:
                 self._merged_pair[path] = self._merge_and_check(path)
@@ -390,7 +382,7 @@ def _random_inputs(layer: nn.Module) -> Tensor | None:
 
 def _with_adapters(module: ParamWrapper) -> dict[str, Tensor]:
     """Returns the parameters of a layer that its adapters change, with their changes."""
-    expected: dict[str, Tensor] = {}
+    expected = {}
     wrapper: nn.Module = module
     while isinstance(wrapper, ParamWrapper):
         parameter_name = wrapper.parameter_name

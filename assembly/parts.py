@@ -109,7 +109,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     """
     original = default_template(tokenizer.chat_template)
     if path:
-        original = Path(path).read_text(encoding="utf-8")
+        original = Path(path).read_text("utf-8")
     template, has_marks = multimodal_chat_template(
         original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map
     )
@@ -287,5 +287,4 @@ def logits_of_fixed_text(model: PreTrainedModel) -> Tensor:
     """Returns logits `(1, 8, V)`, float32, of a fixed text."""
     vocabulary_size = model.get_input_embeddings().num_embeddings
     input_ids = torch.arange(3, 11).remainder(vocabulary_size)[None]
-    outputs = model.eval()(input_ids=input_ids, use_cache=False)
-    return outputs.logits.float()
+    return model.eval()(input_ids=input_ids, use_cache=False).logits.float()

@@ -175,9 +175,10 @@ def _require_start(processor: LlavaProcessor, start: str, end_length: int) -> st
             expected_ids.append(token_ids[: len(token_ids) - end_length])
         # Tokenizers with a space before a text have none after a special token.
         for candidate in (start, f"{start} "):
-            candidate_ids = []
-            for text in printed_texts:
-                candidate_ids.append(tokenizer.encode(candidate + text, add_special_tokens=False))
+            candidate_ids = [
+                tokenizer.encode(candidate + text, add_special_tokens=False)
+                for text in printed_texts
+            ]
             if candidate_ids == expected_ids:
                 return candidate
     raise ValueError(

@@ -41,7 +41,7 @@ class Sample:
 
     name: str
     question: str
-    stored: Mapping[str, Any]
+    stored: dict[str, Any]
 
     @property
     def image(self) -> Image.Image:
@@ -50,7 +50,7 @@ class Sample:
         Raises ValueError if it cannot be decoded.
         """
         try:
-            return decode_image(dict(self.stored))
+            return decode_image(self.stored)
         except ValueError as error:
             raise ValueError(f"The image of {self.name} cannot be used: {error}") from error
 
@@ -91,11 +91,14 @@ def load_samples(
         data_name = "easy-VQA and emoji"
         questions = held_out(per_kind=100)  # fetches their images the first time
         generator.shuffle(questions)
-        candidates = []
-        for question in questions:
-            name = f"{question.kind} ({question.image.name})"
-            stored = {"path": str(question.image), "bytes": None}
-            candidates.append(Sample(name, question.text, stored))
+        candidates = [
+            Sample(
+                name=f"{question.kind} ({question.image.name})",
+                question=question.text,
+                stored={"path": str(question.image), "bytes": None},
+            )
+            for question in questions
+        ]
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
         data_name = label_of_data(data, source)
@@ -145,8 +148,7 @@ def _read_shuffled(
         row_count = len(source.data)
         order = rng.sample(range(row_count), row_count)
         return chain.from_iterable(source.rows_at([row]) for row in order)
-    first_rows = islice(source, limit)
-    rows = list(track(first_rows, f"reading {source.name}", total=limit))
+    rows = list(track(islice(source, limit), f"reading {source.name}", total=limit))
     rng.shuffle(rows)
     return rows
 

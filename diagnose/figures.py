@@ -87,8 +87,8 @@ def shown(report: Report, against: Report | None) -> list[Shown]:
     model = Shown(report, elide(drawable(report.model), 30))
     if against is None:
         return [model]
-    name = elide(drawable(against.model), 30)
-    return [Shown(against, f"{name} (baseline)", baseline=True), model]
+    label = f"{elide(drawable(against.model), 30)} (baseline)"
+    return [Shown(against, label, baseline=True), model]
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
@@ -123,26 +123,13 @@ def interface(models: list[Shown]) -> Sketch:
     figure = new_figure(1.3 + row_height * len(stages), title)
     axes = figure.subplots()
     for model in models:  # the legend has a grey marker for each
-        axes.plot(
-            [],
-            "o",
-            color=MUTED,
-            markerfacecolor=model.face(MUTED),
-            label=model.label,
-        )
+        axes.plot([], "o", color=MUTED, markerfacecolor=model.face(MUTED), label=model.label)
     _draw_stages(axes, models, stages)
     log_scale(axes, "x")
     text_norm = _positive_moments(models[-1], "vocabulary")
     if text_norm is not None:
-        axes.axvline(
-            text_norm.mean,
-            color=COLORS["text"],
-            linewidth=1,
-            linestyle=":",
-            zorder=1,
-        )
-    stage_labels = [STAGES[stage][1] for stage in stages]
-    axes.set_yticks(range(len(stages)), stage_labels)
+        axes.axvline(text_norm.mean, color=COLORS["text"], linewidth=1, linestyle=":", zorder=1)
+    axes.set_yticks(range(len(stages)), [STAGES[stage][1] for stage in stages])
     axes.set_ylim(len(stages) - 0.5, -0.5)
     tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
@@ -274,13 +261,13 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
     for question_index, main_answer in enumerate(models[-1].report.attention):
         if not main_answer.maps:
             continue
-        answers = []
-        for model in models:
-            if question_index < len(model.report.attention):
-                answers.append((model, model.report.attention[question_index]))
-        image_file = images / str(main_answer.image)
-        image = Image.open(image_file, formats=("PNG",)).convert("RGB")
-        figure = _draw_attention(image, main_answer.question, answers)
+        answers = [
+            (model, model.report.attention[question_index])
+            for model in models
+            if question_index < len(model.report.attention)
+        ]
+        opened = Image.open(images / str(main_answer.image), formats=("PNG",))
+        figure = _draw_attention(opened.convert("RGB"), main_answer.question, answers)
         order = ""
         if not main_answer.grid:
             order = ", visual tokens in order, since they form no single grid"
@@ -467,9 +454,4 @@ def log_scale(axes: Axes, which: str) -> None:
 
 def legend(figure: Figure, columns: int) -> None:
     """Adds a legend below the figure."""
-    figure.legend(
-        ncols=columns,
-        loc="outside lower left",
-        fontsize=9,
-        frameon=False,
-    )
+    figure.legend(ncols=columns, loc="outside lower left", fontsize=9, frameon=False)

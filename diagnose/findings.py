@@ -58,8 +58,10 @@ def verdict(report: Report, against: Report | None = None) -> list[str]:
     if against is None:
         outcomes = [finding.outcome for finding in findings(report)]
         checked = sum(outcome in CHECKED for outcome in outcomes)
-        agreeing = outcomes.count(AGREES)
-        count = f"Of the paper's claims, this can check {checked}, and agrees with {agreeing}."
+        count = (
+            f"Of the paper's claims, this can check {checked}, and agrees with "
+            f"{outcomes.count(AGREES)}."
+        )
         return [numbers, problem(report), count]
     problems = f"{against.model}: {problem(against)} {report.model}: {problem(report)}"
     comparison = (
@@ -86,8 +88,10 @@ def problem(report: Report) -> str:
     if rotation_outcome in (DISAGREES, TOO_SMALL):
         reasons.append("do not rotate clearly less")
     if reasons:
-        words = " and ".join(reasons)
-        return f"It does not have the problem that the paper describes: visual tokens {words}."
+        return (
+            "It does not have the problem that the paper describes: visual tokens "
+            f"{' and '.join(reasons)}."
+        )
     return "Whether it has the problem that the paper describes is unclear."
 
 
@@ -135,12 +139,12 @@ def _at_projector(report: Report) -> Finding:
     if effect is None:
         return _not_measured(RQ1)
     if projector_input is None:
-        sentence = f"They leave the encoder at {_times(effect)} the norm of text."
+        sentence = f"They leave the encoder at {number(effect.value, 2)} × the norm of text."
     else:
-        sentence = f"They enter the projector at {_times(effect)} the norm of text."
+        sentence = f"They enter the projector at {number(effect.value, 2)} × the norm of text."
         if encoder_output is not None:
-            times = _times(encoder_output)
-            sentence += f" All tokens of the encoder's own last layer have {times}."
+            ratio = number(encoder_output.value, 2)
+            sentence += f" All tokens of the encoder's own last layer have {ratio} ×."
     return Finding(RQ1, outcome_of({"projector": effect}), sentence)
 
 
@@ -151,7 +155,7 @@ def _at_decoder(report: Report) -> Finding:
     effect = _relative_norm(report.interface.visual, report)
     if effect is None:
         return _not_measured(RQ2)
-    sentence = f"They enter the decoder at {_times(effect)} the norm of text."
+    sentence = f"They enter the decoder at {number(effect.value, 2)} × the norm of text."
     return Finding(RQ2, outcome_of({"decoder": effect}), sentence)
 
 
@@ -209,10 +213,9 @@ def _nearness(report: Report, against: Report) -> Finding:
     norms = _fall(norm_before, norm)
     rotations = _fall(_distance_from_one(rotation_before), _distance_from_one(rotation))
     outcome = outcome_of({"nearer norms": norms, "nearer rotations": rotations})
-    factor = _number(_exponential(norm))
-    factor_before = _number(_exponential(norm_before))
     sentence = (
-        f"Norms differ by a factor of {factor} on average, {factor_before} without it; "
+        f"Norms differ by a factor of {_number(_exponential(norm))} on average, "
+        f"{_number(_exponential(norm_before))} without it; "
         f"rotation is {_number(rotation)} × text's, {_number(rotation_before)} × without it."
     )
     return Finding(NEARNESS, outcome, sentence)
@@ -231,11 +234,9 @@ def _focus(report: Report, against: Report) -> Finding:
     if not differences:
         return _not_measured(FOCUS)
     effect = _mean(differences)
-    entropy = number(fmean(entropies), 3)
-    entropy_before = number(fmean(entropies_before), 3)
     sentence = (
-        f"Entropy {entropy}, {entropy_before} without it; 1 is even "
-        f"(lower by {_number(effect)}, questions: {len(entropies)})."
+        f"Entropy {number(fmean(entropies), 3)}, {number(fmean(entropies_before), 3)} without it; "
+        f"1 is even (lower by {_number(effect)}, questions: {len(entropies)})."
     )
     return Finding(FOCUS, outcome_of({"entropy": effect}), sentence)
 
@@ -336,7 +337,3 @@ def _mean(values: list[float]) -> Effect:
 
 def _number(effect: Effect) -> str:
     return with_error(effect.value, effect.error, digits=3)
-
-
-def _times(effect: Effect) -> str:
-    return f"{number(effect.value, 2)} ×"

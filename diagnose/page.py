@@ -67,7 +67,7 @@ def write_page(
         left_out=left_out,
         provenance=provenance,
     )
-    (folder / PAGE).write_text(page, encoding="utf-8")
+    (folder / PAGE).write_text(page, "utf-8")
 
 
 def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:
@@ -79,18 +79,19 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:
     if len(models) == 2:
         names[0] += " (baseline)"
     gain_rows = []
+    embedding_tables = []
     for name, model in zip(names, models, strict=True):
         if model.gain is not None:
             gain_rows.append([name, *map(number, vars(model.gain).values())])
+        embeddings = model.embeddings
+        if embeddings is not None:
+            token_rows = []
+            for token in embeddings.top:
+                token_text = "–" if token.text is None else repr(token.text)
+                token_rows.append([str(token.id), token_text, number(token.norm)])
+            caption = f"{embeddings.model}: {spread(embeddings)}, and the tokens of largest norm."
+            embedding_tables.append(_table(caption, ["Token", "Text", "Norm"], token_rows))
     gain_table = _table("The norm after the projector.", ["Model", *GAIN], gain_rows)
-    embedding_tables = []
-    for embeddings in filter(None, [model.embeddings for model in models]):
-        token_rows = []
-        for token in embeddings.top:
-            token_text = "–" if token.text is None else repr(token.text)
-            token_rows.append([str(token.id), token_text, number(token.norm)])
-        caption = f"{embeddings.model}: {spread(embeddings)}, and the tokens of largest norm."
-        embedding_tables.append(_table(caption, ["Token", "Text", "Norm"], token_rows))
     return {
         "interface": [_interface_table(models, names)],
         "embeddings": embedding_tables,

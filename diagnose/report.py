@@ -221,15 +221,13 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 def paper_tables() -> dict[str, Any]:
     """Returns the paper's tables 1 to 8 by name, and `source`, where they were published."""
-    return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+    return json.loads(files(__package__).joinpath("paper.json").read_text("utf-8"))
 
 
 def paper_ratios() -> dict[str, float]:
     """Returns the mean norm of the projector's output over the mean norm of text, by model."""
     tables = paper_tables()
-    ratios = {}
-    for row in tables["table_2"]:
-        ratios[row["model"]] = row["after_mean"] / row["text_mean"]
+    ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
     ovis = tables["table_3_ovis2_5"]
     ratios["Ovis2.5"] = ovis["visual_mean"] / ovis["text_mean"]
     return ratios

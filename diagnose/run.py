@@ -32,15 +32,7 @@ from .measure.families import tokenizer_ids
 from .measure.interface import embedding_table_of, gain_of
 from .measure.probe import probe
 from .page import write_page
-from .report import (
-    PAGE,
-    REPORT,
-    SCHEMA_VERSION,
-    Attention,
-    DynamicsStep,
-    Report,
-    report_json,
-)
+from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, DynamicsStep, Report, report_json
 
 
 DIAGNOSTICS = "diagnostics"  # within a checkpoint
@@ -159,8 +151,7 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
         report = _measure(model, name, staging / "image", options, drawn)
         against = None
         if options.against is not None:
-            baseline_images = staging / "baseline_image"
-            against = _measure(baseline, baseline_name, baseline_images, options, drawn)
+            against = _measure(baseline, baseline_name, staging / "baseline_image", options, drawn)
         drawings = draw(report, against, staging)
         provenance = _provenance(options, handles)
         provenance["first question"] = drawn.samples[0].question
@@ -178,7 +169,7 @@ def diagnose(options: DiagnosisOptions) -> Diagnosis:
             "provenance": provenance,
         }
         del content["folder"]
-        (staging / REPORT).write_text(report_json(content), encoding="utf-8")
+        (staging / REPORT).write_text(report_json(content), "utf-8")
         write_page(report, against, drawings, staging, provenance=provenance)
     return diagnosis
 
@@ -284,7 +275,7 @@ def read_dynamics(file: Path) -> list[DynamicsStep]:
         return []
     steps = []
     try:
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text("utf-8").splitlines():
             recorded = DynamicsStep(**json.loads(line))
             cosines = (recorded.visual, recorded.text)
             if type(recorded.step) is not int or not all(map(_is_list_of_numbers, cosines)):
@@ -318,8 +309,7 @@ def shown_image(
     std = torch.tensor(settings["image_std"]).view(3, 1, 1)
     colors = pixels[0].float() * std + mean
     levels = (colors * 255).round().clamp(0, 255).byte()
-    rows = levels.permute(1, 2, 0)
-    return Image.fromarray(rows.numpy())
+    return Image.fromarray(levels.permute(1, 2, 0).numpy())
 
 
 def _written(folder: Path) -> set[str]:

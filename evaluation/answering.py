@@ -6,8 +6,9 @@ gets a copy of it, so it imports nothing of this package.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -49,9 +50,8 @@ def make_turn(role: str, text: str, images: Sequence[Image.Image | None] = ()) -
     return {"role": role, "content": content}
 
 
-def user_turn(text: str, images: Sequence[Image.Image | None] = ()) -> Message:
-    """Returns a user's turn, see [`make_turn`]."""
-    return make_turn("user", text, images)
+user_turn = partial(make_turn, "user")
+"""Returns a user's turn with a text, and with images before it, see [`make_turn`]."""
 
 
 def greedy_config(
@@ -218,7 +218,7 @@ class AnswerStream:
     def __iter__(self) -> Iterator[str]:
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         with ThreadPoolExecutor(1) as pool:
-            generated: Future[Tensor] = pool.submit(self._generate, streamer)
+            generated = pool.submit(self._generate, streamer)
             generated.add_done_callback(lambda _: streamer.end())  # also after an error
             try:
                 yield from filter(None, streamer)

@@ -13,6 +13,15 @@ from ..data.rows.values import plain
 
 _UNABLE = r"sorry|unable to|I can(?: ?not|['’]t)|cannot determine"
 _REFUSAL = re.compile(rf"\W*(?:I['’]m |I am )?(?:{_UNABLE})\b", re.I)
+_MARKS = r"[\W_]*?"
+_GAP = rf"{_MARKS}(?:option\s)?{_MARKS}"
+_INTRODUCTION = rf"\b(?:answer|option|choice)(?:\s+is)?{_GAP}"
+_CONJUNCTION = rf"{_MARKS}(?:,|/|&|\bor\b|\band\b){_GAP}"  # as in "A or B"
+# Before and after the letter of an option. A letter or digit beside it makes it part of a word; a
+# Chinese character does not: "答案是B".
+_BEFORE = r"(?<![A-Za-z0-9°])(?<![A-Za-z]-)(?<!\bnot )"
+_ARTICLE = r"(?<=[Aa])[ \t]+(?!(?:is|or|and|nor|because|since)\b)\w"
+_AFTER = rf"(?![A-Za-z0-9]|['’-][A-Za-z]|{_ARTICLE})"
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
@@ -39,26 +48,18 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
         return same[0]
     if _REFUSAL.match(answer):
         return None
-    # A letter or digit beside it makes it part of a word; a Chinese character does not: "答案是B".
-    before = r"(?<![A-Za-z0-9°])(?<![A-Za-z]-)(?<!\bnot )"
-    article = r"(?<=[Aa])[ \t]+(?!(?:is|or|and|nor|because|since)\b)\w"
-    after = rf"(?![A-Za-z0-9]|['’-][A-Za-z]|{article})"
-    marks = r"[\W_]*?"
-    gap = rf"{marks}(?:option\s)?{marks}"
+    by_itself = rf"{_BEFORE}([{capitals}]){_AFTER}"
     # 3. A letter after "answer", "option" or "choice": "The answer is B", "option b".
-    introduction = rf"\b(?:answer|option|choice)(?:\s+is)?{gap}"
-    matches = list(re.finditer(rf"{introduction}{before}([{capitals}]){after}", answer, re.I))
+    matches = list(re.finditer(_INTRODUCTION + by_itself, answer, re.I))
     if matches:
-        conjunction = rf"{marks}(?:,|/|&|\bor\b|\band\b){gap}"  # as in "A or B"
-        second_letter = re.compile(rf"{conjunction}[{capitals}]{after}", re.I)
+        second_letter = re.compile(rf"{_CONJUNCTION}[{capitals}]{_AFTER}", re.I)
         if any(second_letter.match(answer, match.end()) for match in matches):
             return None
         letters = {match[1].upper() for match in matches}
         return letters.pop() if len(letters) == 1 else None
     # 4. The only capital letter by itself, at the start or among the last four words, or one in
     # lower case as in "b)", or as in "b. " at the start.
-    by_itself = rf"{before}([{capitals}]){after}"
-    in_lower_case = rf"{before}([{small}])(?:\)|(?<=^.)[.:](?=\s))"
+    in_lower_case = rf"{_BEFORE}([{small}])(?:\)|(?<=^.)[.:](?=\s))"
     matches = [*re.finditer(by_itself, answer), *re.finditer(in_lower_case, answer)]
     letters = {match[1].upper() for match in matches}
     if len(letters) > 1:

@@ -135,12 +135,12 @@ def print_answer(
     Raises ValueError if the question cannot be asked, see [`model_inputs`].
     """
     inputs = model_inputs(processor, [conversation]).to(model.device, model.dtype)
-    pieces = []
+    answer = ""
     for piece in AnswerStream(model, processor, inputs, max_new_tokens):
-        pieces.append(piece)
+        answer += piece
         print(escaped(piece), end="", flush=True)
     print(flush=True)
-    return "".join(pieces).strip()
+    return answer.strip()
 
 
 def answer_all(

@@ -108,8 +108,10 @@ class Comparison(Printed):
             over_questions = _ends(difference.over_questions, several=difference.questions > 1)
             over_seeds = _ends(difference.over_seeds, several=difference.several_runs)
             if ALIKE in (over_questions, over_seeds):
-                reason = f"{ALIKE!r}: all differ by the same, so there is nothing to estimate from."
-                table.caption = f"{caption} {reason}"
+                table.caption = (
+                    f"{caption} {ALIKE!r}: all differ by the same, so there is nothing to estimate "
+                    "from."
+                )
             p_value = "-"
             if difference.mcnemar is not None:
                 p_value = f"{difference.mcnemar:.3f}"

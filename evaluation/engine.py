@@ -120,8 +120,7 @@ def task_version(task: str | Task, manager: TaskManager) -> str | None:
     entry = manager.task_index[task]
     if entry.kind.name not in ("TASK", "PY_TASK") or entry.cfg is None:
         return None
-    metadata = entry.cfg.get("metadata") or {}
-    stated_version = metadata.get("version")
+    stated_version = (entry.cfg.get("metadata") or {}).get("version")
     return None if stated_version is None else str(stated_version)
 
 
@@ -191,8 +190,7 @@ def run_task(
         settings=settings,
     )
     samples_by_task = raw.pop("samples")
-    name_pattern = folder / "results.json"  # the harness adds the date to such a name
-    tracker = EvaluationTracker(output_path=str(name_pattern))
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))  # it adds the date
     tracker.save_results_aggregated(raw, samples=samples_by_task)
     for task_name, samples in samples_by_task.items():
         tracker.save_results_samples(task_name, samples)
@@ -269,16 +267,15 @@ def _protocol(
     for name in filter(None, (config.get("dataset_path"), config.get("dataset_name"))):
         path = Path(name)
         data_name_parts.append(path.name if path.exists() else name)
-    data_name = " ".join(data_name_parts)
     output_type = config["output_type"]
     own_data_rule = (config.get("metadata") or {}).get("rule")
+    data_name = " ".join(data_name_parts)
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data_name}."]
     if output_type == "generate_until":
-        settings = json.dumps(config.get("generation_kwargs"))
-        sentences.append(f"Answers are generated with {settings}.")
-        sentences.append(
-            "Of the model's own generation_config only the tokens are used, and no penalty."
-        )
+        sentences += [
+            f"Answers are generated with {json.dumps(config.get('generation_kwargs'))}.",
+            "Of the model's own generation_config only the tokens are used, and no penalty.",
+        ]
     else:
         sentences.append(f"Answers are chosen by {output_type}.")
     prompt_form = "through the chat template" if through_chat_template else "as plain text"
@@ -289,8 +286,10 @@ def _protocol(
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
-        sentences.append("Blank image: the answer to a white image, for all questions so worded.")
-        sentences.append("Commonest answer: the share of questions whose true answer it is.")
+        sentences += [
+            "Blank image: the answer to a white image, for all questions so worded.",
+            "Commonest answer: the share of questions whose true answer it is.",
+        ]
     samples = next(iter(raw["samples"].values()), None)
     if samples and output_type != "loglikelihood_rolling" and not own_data_rule:
         first_prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)

@@ -69,7 +69,7 @@ class NormAlignLlava(lmms):
         inputs = inputs.to(self.model.device, self.model.dtype)
         prompt_length = inputs["input_ids"].shape[1]
         options = batch[0].args[2]
-        sampling: dict = {"do_sample": False}
+        sampling = {"do_sample": False}
         if options.get("temperature"):  # temperature 0 is greedy
             sampling = {"do_sample": True, "temperature": options["temperature"]}
             if options.get("top_p") is not None:

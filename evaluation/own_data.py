@@ -111,12 +111,7 @@ def _require_documents(row: dict, number: int, first: Document | None) -> list[D
     """
     if row["reason"]:
         raise ValueError(row["reason"])
-    turns = []
-    for message in row["messages"]:
-        turn_text = ""
-        for part in message["content"]:
-            turn_text += MARKER if part["text"] is None else part["text"]
-        turns.append(turn_text)
+    turns = list(map(_turn_text, row["messages"]))
     system = ""
     if row["messages"][0]["role"] == "system":
         system = turns.pop(0)
@@ -156,6 +151,14 @@ def _require_documents(row: dict, number: int, first: Document | None) -> list[D
         }
         documents.append(document)
     return documents
+
+
+def _turn_text(message: dict) -> str:
+    """Returns the text of a turn, with a marker for each image: a part whose text is None."""
+    turn_text = ""
+    for part in message["content"]:
+        turn_text += MARKER if part["text"] is None else part["text"]
+    return turn_text
 
 
 def _check_what_is_read(name: str, rows: list[dict]) -> None:
@@ -216,7 +219,7 @@ def _read_task(label: str, documents: list[Document], images: list[list[dict]]) 
     for document in documents:
         for text in (*document["answers"], *document["options"]):
             most_tokens = max(most_tokens, len(text.encode()) + 2)  # a token has a byte or more
-    config: dict[str, Any] = {
+    config = {
         "task": OWN_TASK + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {data_size} (SHA-256 {version}...)",
         "custom_dataset": lambda **_: {"test": Dataset.from_list(questions)},
@@ -279,7 +282,7 @@ def contains_any(answer: str, texts: list[str]) -> bool:
     """
     before = rf"(?<!{_LETTER})(?<!\d[.,])(?<!-)"
     after = rf"(?!{_LETTER})(?![.,]\d)(?!-{_LETTER})"
-    for text in texts:
-        if text and re.search(before + re.escape(text.lower()) + after, answer.lower()):
-            return True
-    return False
+    return any(
+        text and re.search(before + re.escape(text.lower()) + after, answer.lower())
+        for text in texts
+    )

@@ -57,8 +57,7 @@ def with_images(turns: Sequence[Message], images: Sequence[dict]) -> list[Messag
     for turn in filled:
         for part in turn["content"]:
             if part["type"] == "image":
-                stored = next(stored_images)
-                part["image"] = decode_image(dict(stored))
+                part["image"] = decode_image(next(stored_images))
     return filled
 
 
@@ -187,7 +186,7 @@ def check_images(questions: Sequence[Question]) -> None:
     for question in track(questions, "checking images", disable=len(questions) < 100):
         for image in question.images:
             try:
-                decode_image(dict(image), kept_side=1)
+                decode_image(image, kept_side=1)
             except ValueError as error:
                 raise ValueError(f"{question.name} cannot be used: {error}.") from error
 

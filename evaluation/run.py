@@ -268,8 +268,9 @@ def _read_reusable_results(
         elif not result.partial:
             replaced.append(result.task)
     if settings["limit"] and replaced:
-        task_names = ", ".join(replaced)
-        raise ValueError(f"--limit would replace results of {task_names}. Name another --output.")
+        raise ValueError(
+            f"--limit would replace results of {', '.join(replaced)}. Name another --output."
+        )
     return reusable
 
 

@@ -5,7 +5,6 @@ Nothing of its language model is read.
 """
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -114,24 +113,26 @@ def read_vision_parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Projec
         ValueError: Weights are damaged or missing, or quantized.
         OSError: They cannot be fetched.
     """
-    vision_tensors = {}
+    tower = {}
+    tensors = {}
     for file in fetch_checked_weights(checkpoint.name, checkpoint.revision):
         with refuse_unreadable(str(file)), safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118  (it is not a dictionary)
-                if "vision_tower." in name or "multi_modal_projector." in name:
-                    vision_tensors[name] = stored.get_tensor(name)
-    tower = {}
-    tensors = {}
-    for name, tensor in vision_tensors.items():
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            remedy = "Export the checkpoint before it is quantized."
-            raise ValueError(f"{name} of {checkpoint.name} is quantized. {remedy}")
-        if "multi_modal_projector." in name:
-            tensors[name.partition("multi_modal_projector.")[2]] = tensor.double()
-        else:
-            # transformers 5 has no level `vision_model.`, older checkpoints have it.
-            own_name = name.partition("vision_tower.")[2]
-            tower[own_name.removeprefix("vision_model.")] = tensor
+                _, in_tower, name_in_tower = name.partition("vision_tower.")
+                _, in_projector, name_in_projector = name.partition("multi_modal_projector.")
+                if not in_tower and not in_projector:
+                    continue
+                tensor = stored.get_tensor(name)
+                if not tensor.is_floating_point() or tensor.itemsize < 2:
+                    raise ValueError(
+                        f"{name} of {checkpoint.name} is quantized. Export the checkpoint before "
+                        "it is quantized."
+                    )
+                if in_projector:
+                    tensors[name_in_projector] = tensor.double()
+                else:
+                    # transformers 5 has no level `vision_model.`, older checkpoints have it.
+                    tower[name_in_tower.removeprefix("vision_model.")] = tensor
     wanted_names = [f"{_PATCHES}.weight", "linear_1.weight", "linear_2.weight"]
     missing_names = [name for name in wanted_names if name not in tower | tensors]
     if missing_names:
@@ -173,13 +174,13 @@ def sample_features(checkpoint: Checkpoint, tower: dict[str, Tensor]) -> Tensor:
     pixels = checkpoint.processor.image_processor(pictures, return_tensors="pt")
     config = checkpoint.config
     model = AutoModel.from_config(config.vision_config, dtype=torch.float32).eval()
-    values = {}
-    for name, value in model.state_dict().items():
-        values[name] = tower.get(name.removeprefix("vision_model."), value)
+    values = {
+        name: tower.get(name.removeprefix("vision_model."), value)
+        for name, value in model.state_dict().items()
+    }
     model.load_state_dict(values)
     outputs = model(pixels["pixel_values"].float(), output_hidden_states=True)
-    features = [outputs.hidden_states[layer] for layer in feature_layers(config)]
-    return torch.cat(features, dim=-1)
+    return torch.cat([outputs.hidden_states[layer] for layer in feature_layers(config)], dim=-1)
 
 
 def project_for_llama_cpp(
@@ -217,7 +218,7 @@ def project_for_llama_cpp(
 def _add_settings(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     vision = config.vision_config
-    image_processor: Any = checkpoint.processor.image_processor
+    image_processor = checkpoint.processor.image_processor
     layers = feature_layers(config)
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)

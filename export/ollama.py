@@ -62,7 +62,17 @@ def modelfile(processor: LlavaProcessor, text_file: str, vision_file: str) -> st
     if turn_texts is None:
         lines.append("# The chat template is not one text between turns: write TEMPLATE yourself.")
     else:
-        lines.append(f'TEMPLATE """{_go_template(turn_texts)}"""')
+        # It prints a prompt as `TurnTexts.join` does.
+        lines.append(
+            'TEMPLATE """{{- $previous := "" }}{{- range .Messages }}'
+            f'{{{{- if eq .Role "system" }}}}{_go_literal(turn_texts.before_system)}'
+            f'{{{{- else if eq .Role "assistant" }}}}{_go_literal(turn_texts.question_to_answer)}'
+            f'{{{{- else if eq $previous "" }}}}{_go_literal(turn_texts.before_first_question)}'
+            f'{{{{- else if eq $previous "system" }}}}{_go_literal(turn_texts.system_to_question)}'
+            f"{{{{- else }}}}{_go_literal(turn_texts.answer_to_question)}"
+            "{{- end }}{{ .Content }}{{- $previous = .Role }}{{- end }}"
+            f'{_go_literal(turn_texts.before_answer)}"""'
+        )
     for end_text in end_texts(processor.tokenizer, processor.chat_template):
         lines.append(f"PARAMETER stop {_quoted(end_text)}")
     return "\n".join(lines) + "\n"
@@ -86,12 +96,12 @@ def read_turn_texts(processor: LlavaProcessor) -> TurnTexts | None:
     except ValueError:  # a text is missing, or printed twice
         return None
     turn_texts = TurnTexts(
-        before_system=before_system,
-        before_first_question=before_first_question,
-        system_to_question=system_to_question,
-        question_to_answer=question_to_answer,
-        answer_to_question=answer_to_question,
-        before_answer=before_answer,
+        before_system,
+        before_first_question,
+        system_to_question,
+        question_to_answer,
+        answer_to_question,
+        before_answer,
     )
     # Joined texts must be what the template prints of other conversations, too.
     exchange = [("user", "What is this?"), ("assistant", "A red kite.")]
@@ -106,20 +116,6 @@ def read_turn_texts(processor: LlavaProcessor) -> TurnTexts | None:
 def _render(processor: LlavaProcessor, turns: list[tuple[str, str]]) -> str:
     messages = [make_turn(role, text) for role, text in turns]
     return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def _go_template(turn_texts: TurnTexts) -> str:
-    """Returns the Go template that prints a prompt as [`TurnTexts.join`] does."""
-    return (
-        '{{- $previous := "" }}{{- range .Messages }}'
-        f'{{{{- if eq .Role "system" }}}}{_go_literal(turn_texts.before_system)}'
-        f'{{{{- else if eq .Role "assistant" }}}}{_go_literal(turn_texts.question_to_answer)}'
-        f'{{{{- else if eq $previous "" }}}}{_go_literal(turn_texts.before_first_question)}'
-        f'{{{{- else if eq $previous "system" }}}}{_go_literal(turn_texts.system_to_question)}'
-        f"{{{{- else }}}}{_go_literal(turn_texts.answer_to_question)}"
-        "{{- end }}{{ .Content }}{{- $previous = .Role }}{{- end }}"
-        f"{_go_literal(turn_texts.before_answer)}"
-    )
 
 
 def _go_literal(text: str) -> str:

@@ -111,12 +111,13 @@ def computed_by_llama_cpp(tensors: dict[str, Tensor], features: Tensor, tower_ep
         tower_eps: The epsilon of all norms of the file.
     """
     hidden = F.linear(features, tensors["mm.0.weight"], tensors["mm.0.bias"])
-    if "mm.3.weight" not in tensors:
-        hidden = F.gelu(hidden, approximate="tanh")
-        return F.linear(hidden, tensors["mm.2.weight"], tensors["mm.2.bias"])
-    first_gain = tensors["mm.1.weight"]
-    hidden = F.layer_norm(hidden, first_gain.shape, first_gain, tensors["mm.1.bias"], tower_eps)
+    has_norm = "mm.3.weight" in tensors
+    if has_norm:
+        first_gain = tensors["mm.1.weight"]
+        hidden = F.layer_norm(hidden, first_gain.shape, first_gain, tensors["mm.1.bias"], tower_eps)
     hidden = F.gelu(hidden, approximate="tanh")
+    if not has_norm:
+        return F.linear(hidden, tensors["mm.2.weight"], tensors["mm.2.bias"])
     tokens = F.linear(hidden, tensors["mm.3.weight"], tensors["mm.3.bias"])
     gain = tensors["mm.4.weight"]
     return F.layer_norm(tokens, gain.shape, gain, tensors["mm.4.bias"], tower_eps)

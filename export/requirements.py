@@ -142,6 +142,8 @@ def describe_resizing(image_processor: Any) -> str:
         return "stretched, but cropped in training"
     interpolation = Resampling(image_processor.resample)
     if interpolation != Resampling.BICUBIC:
-        name = interpolation.name.lower()
-        return f"stretched with bicubic interpolation, but with {name} in training"
+        return (
+            "stretched with bicubic interpolation, but with "
+            f"{interpolation.name.lower()} in training"
+        )
     return "stretched, as in training"

@@ -110,8 +110,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
 
     tower_dtype = TOWER_DTYPES.get(str(options.dtype).removeprefix("torch."))
     if tower_dtype is None:
-        allowed = ", ".join(TOWER_DTYPES)
-        raise ValueError(f"dtype must be one of {allowed}, got {options.dtype!r}.")
+        raise ValueError(f"dtype must be one of {', '.join(TOWER_DTYPES)}, got {options.dtype!r}.")
     text_type = options.text_type
     if text_type not in TEXT_TYPES:
         raise ValueError(f"text_type must be one of {', '.join(TEXT_TYPES)}, got {text_type!r}.")
@@ -129,7 +128,7 @@ def export_gguf(options: ExportOptions) -> ExportReport:
     text_file = f"{name}.gguf"
     output = Path(os.path.expanduser(options.output))
     with finished_folder(output) as folder:
-        checkpoint = _open_or_merge(options, folder / MERGED)
+        checkpoint = _open_or_merge(source, options, folder / MERGED)
         difference = write_mmproj(checkpoint, folder / vision_file, name, tower_dtype)
         write_export_record(folder, checkpoint)
         if script:
@@ -137,30 +136,31 @@ def export_gguf(options: ExportOptions) -> ExportReport:
             shutil.rmtree(folder / MERGED, ignore_errors=True)
         instructions = modelfile(checkpoint.processor, text_file, vision_file)
         (folder / MODELFILE).write_text(instructions, "utf-8")
-    next_commands = _commands_to_run(output, vision_file, text_file)
+    commands = [
+        ["llama-server", "-m", str(output / text_file), "--mmproj", str(output / vision_file)],
+        ["ollama", "create", name, "-f", str(output / MODELFILE)],
+    ]
     if not script:
         is_merged = (output / MERGED).is_dir()
         converted = output / MERGED if is_merged else checkpoint.name
         script_path = f"LLAMA_CPP/{SCRIPT}"
-        command = _script_command(script_path, converted, output / text_file, text_type)
-        next_commands.insert(0, shlex.join(command))
+        commands.insert(0, _script_command(script_path, converted, output / text_file, text_type))
     return ExportReport(
         output=str(output),
         vision_file=vision_file,
         text_file=text_file if script else "not written",
         difference=difference,
         resizing=describe_resizing(checkpoint.processor.image_processor),
-        next_commands=next_commands,
+        next_commands=list(map(shlex.join, commands)),
     )
 
 
-def _open_or_merge(options: ExportOptions, merged_folder: Path) -> Checkpoint:
+def _open_or_merge(source: Path, options: ExportOptions, merged_folder: Path) -> Checkpoint:
     """Opens a checkpoint that llama.cpp can compute. An adapter is merged to `merged_folder`.
 
     Raises:
         ValueError: The model does not exist, or llama.cpp cannot compute it.
     """
-    source = Path(os.path.expanduser(options.model))
     if not (source / ADAPTER_CONFIG).is_file():
         checkpoint = open_checkpoint(options.model)
         check_exportable(checkpoint.name, checkpoint.config, checkpoint.processor.image_processor)
@@ -170,13 +170,6 @@ def _open_or_merge(options: ExportOptions, merged_folder: Path) -> Checkpoint:
     check_exportable(str(source), adapter.config, adapter.processor.image_processor)
     merge_adapter(source, merged_folder, base=options.base, base_quantization=quantization)
     return open_checkpoint(merged_folder)
-
-
-def _commands_to_run(output: Path, vision_file: str, text_file: str) -> list[str]:
-    text_path = output / text_file
-    server = ["llama-server", "-m", str(text_path), "--mmproj", str(output / vision_file)]
-    ollama = ["ollama", "create", Path(text_file).stem, "-f", str(output / MODELFILE)]
-    return [shlex.join(server), shlex.join(ollama)]
 
 
 def _require_script(llama_cpp: Path) -> Path:

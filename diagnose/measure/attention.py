@@ -58,19 +58,16 @@ def attention_maps(
     grid = None
     if config.model_type not in RESAMPLED:  # even if the number of learned queries is a square
         grid = image_grid(inputs, len(visual_positions))
-    maps = []
-    image_shares = []
-    for image_attention in received.values():
-        image_share = image_attention.sum()
-        image_shares.append(image_share.item())
-        shares = image_attention / image_share
-        maps.append(shares.reshape(grid or (1, -1)))
+    maps = [
+        (image_attention / image_attention.sum()).reshape(grid or (1, -1))
+        for image_attention in received.values()
+    ]
     return Attention(
         question=question,
         image=None,
         grid=grid,
         maps=[shares.tolist() for shares in maps],
-        image_share=image_shares,
+        image_share=[image_attention.sum().item() for image_attention in received.values()],
         entropy=[relative_entropy(shares) for shares in maps],
         bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),

@@ -51,8 +51,7 @@ class RunningMoments:
             masks = torch.ones_like(values, dtype=torch.bool)
         masks = masks.to(values.device)
         count = masks.sum(-1).to(values.dtype)
-        total = torch.where(masks, values, 0.0).sum(-1)
-        mean = total / count.clamp(min=1)
+        mean = torch.where(masks, values, 0.0).sum(-1) / count.clamp(min=1)
         deviations = torch.where(masks, values - mean.unsqueeze(-1), 0.0)
         squares = deviations.square().sum(-1)
         means_of_values = torch.where(count > 0, mean, math.nan)
@@ -172,8 +171,7 @@ class DepthProbe:
                 after_layer = partial(self._after_layer, layer_index)
                 hooks.enter_context(layer.register_forward_hook(after_layer, with_kwargs=True))
             if self._final_norm is not None:
-                after_norm = self._after_final_norm
-                hooks.enter_context(self._final_norm.register_forward_hook(after_norm))
+                hooks.enter_context(self._final_norm.register_forward_hook(self._after_final_norm))
             yield
 
     def result(self) -> Depth:
@@ -269,15 +267,14 @@ class DepthProbe:
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if self._pass is not None:  # NanoChat applies it before the first layer too
-            states = _rows(output, output.device)
-            self._normalized.add(states.norm(dim=-1), self._pass.masks)
+            norms = _rows(output, output.device).norm(dim=-1)
+            self._normalized.add(norms, self._pass.masks)
             self._pass = None
 
 
 def _rows(states: Tensor, device: torch.device) -> Tensor:
     """Returns states `(..., d)` as `(n, d)` on `device`, in its widest float."""
-    flat_states = states.detach().flatten(0, -2)
-    return flat_states.to(device, widest(device))
+    return states.detach().flatten(0, -2).to(device, widest(device))
 
 
 def _check_states(kind: str, norm: Tensor, log_norm: Tensor) -> None:
@@ -301,8 +298,8 @@ def _check_states(kind: str, norm: Tensor, log_norm: Tensor) -> None:
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
     """Returns moments `(3, kinds)` by kind, for the kinds that occur."""
-    moments_by_kind = {}
-    for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True):
-        if count:
-            moments_by_kind[kind] = Moments(mean, std, int(count))
-    return moments_by_kind
+    return {
+        kind: Moments(mean, std, int(count))
+        for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True)
+        if count
+    }

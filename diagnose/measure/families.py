@@ -15,9 +15,22 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 PROJECTORS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "visual.merger"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "exaone4_5", "glm_ocr"), "visual.merger"),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), "visual.merger"),
+    **dict.fromkeys(
+        (
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "qwen3_vl_moe",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "exaone4_5",
+            "glm_ocr",
+            "glm4v",
+            "glm4v_moe",
+            "glm46v",
+        ),
+        "visual.merger",
+    ),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "connector"),
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), "aligner"),
     **dict.fromkeys(("hyperclovax_vision_v2", "paddleocr_vl", "video_llama_3"), "projector"),

@@ -52,8 +52,9 @@ class InterfaceProbe:
         with ExitStack() as hooks:
             projector = self._parts.projector
             if projector is not None:
-                at_projector = self._at_projector
-                hooks.enter_context(projector.register_forward_hook(at_projector, with_kwargs=True))
+                hooks.enter_context(
+                    projector.register_forward_hook(self._at_projector, with_kwargs=True)
+                )
             if self._parts.norm is not None:
                 hooks.enter_context(self._parts.norm.register_forward_pre_hook(self._at_norm))
             hooks.callback(delattr, inner, "get_image_features")

@@ -75,16 +75,19 @@ def probe(
         interface_probe.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
         token_counts += kind_masks.sum(-1).cpu()
         sample_count += len(inputs["input_ids"])
-    tokens = {}
-    for kind, count in zip(KINDS, token_counts.tolist(), strict=True):
-        if count:
-            tokens[kind] = count
+    counts_by_kind = zip(KINDS, token_counts.tolist(), strict=True)
+    tokens = {kind: count for kind, count in counts_by_kind if count}
     if "visual" not in tokens:
         raise ValueError(
             f"None of the {sample_count} sequences has a visual token (config.image_token_id, "
             f"{config.image_token_id}). Put it into the prompts, as the processor does."
         )
     interface_norms = interface_probe.result(depth_probe.norm_received())
+    weight = next(parts.decoder.layers.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    model = parts.model
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        dtype = quantization_name(config.quantization_config.to_dict())
     left_out = []
     if parts.projector is None:
         left_out.append(f"The projector, whose name in {config.model_type!r} is not known.")
@@ -96,7 +99,7 @@ def probe(
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
-        dtype=_precision_name(parts),
+        dtype=dtype,
         hidden_size=config.get_text_config().hidden_size,
         projector=parts.projector_name,
         data=data,
@@ -105,17 +108,8 @@ def probe(
         interface=interface_norms,
         depth=depth_probe.result(),
         left_out=left_out,
-        norm=config.projector_norm if config.model_type == "normalign_llava" else None,
+        norm=getattr(config, "projector_norm", None),  # a field of this package's only
     )
-
-
-def _precision_name(parts: Parts) -> str:
-    """Names the dtype or the quantization of the decoder's weights."""
-    model = parts.model
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        return quantization_name(model.config.quantization_config.to_dict())
-    weight = next(parts.decoder.layers.parameters())
-    return str(weight.dtype).removeprefix("torch.")
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -115,8 +115,7 @@ def target(document: dict) -> str:
 
 def results(document: dict, answers: list[str]) -> dict:
     """Returns what the metrics take: `acc` is 1 if the answer names the right option, else 0."""
-    chosen = chosen_option(answers[0], _options(document))
-    right = float(chosen == target(document))
+    right = float(chosen_option(answers[0], _options(document)) == target(document))
     if "l2_category" in document:  # MMStar
         return {"acc_by_category": (document["l2_category"], right), "acc": right}
     if "A" in document:  # MMBench
@@ -139,11 +138,7 @@ def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
     rotations = defaultdict(list)
     for index, right in rows:
         rotations[index % ROTATION].append(right)
-    scores = {}
-    for index, _ in rows:
-        if index < ROTATION:
-            scores[index] = float(all(rotations[index]))
-    return scores
+    return {index: float(all(rotations[index])) for index, _ in rows if index < ROTATION}
 
 
 def circular(rows: list[tuple[int, float]]) -> float:

@@ -120,10 +120,7 @@ def results(document: dict, answers: list[str]) -> dict:
         answers: The answer with the image and, if `blank` is not empty, the one with a white image.
     """
     chosen = [named(answer, document["choices"]) for answer in answers]
-    scores: dict = {
-        "acc": float(chosen[0] == document["answer"]),
-        "commonest": document["answer"],
-    }
+    scores = {"acc": float(chosen[0] == document["answer"]), "commonest": document["answer"]}
     true_answers = document["blank"]
     if true_answers:
         right_count = sum(chosen[1] == true_answer["answer"] for true_answer in true_answers)
