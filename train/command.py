@@ -40,7 +40,7 @@ PACKAGES = {
 OFF = ("none", "false", "no", "off", "f", "n", "0")
 """Words that switch an option off."""
 
-OVERRULED: dict[str, tuple[str, ...]] = {
+OVERRULED = {
     "use_peft": ("lora_", "use_dora", "use_rslora"),
     "load_in_4bit": ("bnb_4bit_", "use_bnb_nested_quant"),
     "eval_strategy": (
@@ -57,7 +57,7 @@ OVERRULED: dict[str, tuple[str, ...]] = {
 }
 """Options that the command line may switch off, and prefixes of those that then have no effect."""
 
-REPLACED: dict[str, tuple[str, ...]] = {
+REPLACED = {
     "dataset_name": ("datasets",),
     "lr_scheduler_type": ("lr_scheduler_kwargs", "warmup_steps"),
     "global_batch_size": ("gradient_accumulation_steps",),
