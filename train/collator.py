@@ -3,7 +3,6 @@
 
 import fcntl
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,13 +58,13 @@ class SkippedRows:
             removed with this object.
     """
 
-    def __init__(self, path: str | os.PathLike | None = None):
+    def __init__(self, path: Path | None = None):
         if path is None:
             self.path = Path(gettempdir(), f"normalign-skipped-{uuid4().hex}.jsonl")
             # Unlike weakref's, this finalizer does nothing in a fork of this process.
             Finalize(self, self.path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
         else:
-            self.path = Path(path)
+            self.path = path
 
     def add(self, source: str, row: int, allowed: float) -> int | None:
         """Adds a row, unless more than `allowed` rows would be in the set.
