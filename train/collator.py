@@ -3,13 +3,11 @@
 
 import fcntl
 import json
-import os
-import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from multiprocessing.util import Finalize
 from operator import itemgetter
 from pathlib import Path
 from tempfile import gettempdir
@@ -60,12 +58,13 @@ class SkippedRows:
             removed with this object.
     """
 
-    def __init__(self, path: str | os.PathLike | None = None):
+    def __init__(self, path: Path | None = None):
         if path is None:
             self.path = Path(gettempdir(), f"normalign-skipped-{uuid4().hex}.jsonl")
-            weakref.finalize(self, _remove_in_process, os.getpid(), self.path)
+            # Unlike weakref's, this finalizer does nothing in a fork of this process.
+            Finalize(self, self.path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
         else:
-            self.path = Path(path)
+            self.path = path
 
     def add(self, source: str, row: int, allowed: float) -> int | None:
         """Adds a row, unless more than `allowed` rows would be in the set.
@@ -97,13 +96,6 @@ class SkippedRows:
     def clear(self) -> None:
         """Removes all rows. Other processes must not add any before."""
         self.path.unlink(missing_ok=True)
-
-
-def _remove_in_process(process_id: int, path: Path) -> None:
-    """Removes the file, if this is the process that named it and not a fork of it."""
-    if os.getpid() == process_id:
-        with suppress(OSError):
-            path.unlink()
 
 
 @dataclass
@@ -143,7 +135,7 @@ class ConversationCollator:
     skipped_rows: SkippedRows = field(default_factory=SkippedRows)
 
     def __post_init__(self):
-        self._last_rows: dict[str, int] = {}  # the highest number of a row read of each source
+        self._last_rows = {}  # the highest number of a row read of each source
         normalize_tokenization(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
         with refuse_unreadable("The chat template"):
@@ -346,12 +338,12 @@ def marked(examples: Sequence[Example], terminal: bool) -> Text:
             text.append("\n\n")
         text.append(f"{example.title}:\n\n")
         for piece, learned in example.pieces:
+            style = ""
             if learned and terminal:
-                text.append(piece, style="bold underline")
+                style = "bold underline"
             elif learned:
-                text.append(f"[[{piece}]]")
-            else:
-                text.append(piece)
+                piece = f"[[{piece}]]"
+            text.append(piece, style)
     return text
 
 

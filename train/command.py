@@ -40,7 +40,7 @@ PACKAGES = {
 OFF = ("none", "false", "no", "off", "f", "n", "0")
 """Words that switch an option off."""
 
-OVERRULED: dict[str, tuple[str, ...]] = {
+OVERRULED = {
     "use_peft": ("lora_", "use_dora", "use_rslora"),
     "load_in_4bit": ("bnb_4bit_", "use_bnb_nested_quant"),
     "eval_strategy": (
@@ -57,7 +57,7 @@ OVERRULED: dict[str, tuple[str, ...]] = {
 }
 """Options that the command line may switch off, and prefixes of those that then have no effect."""
 
-REPLACED: dict[str, tuple[str, ...]] = {
+REPLACED = {
     "dataset_name": ("datasets",),
     "lr_scheduler_type": ("lr_scheduler_kwargs", "warmup_steps"),
     "global_batch_size": ("gradient_accumulation_steps",),
@@ -342,7 +342,7 @@ def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return options, {}
 
 
-def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
+def recipe_file(recipe: str, folder: Path = RECIPES) -> Path:
     """Returns the file of a recipe: that path, or the file of that name in a `folder`.
 
     Raises:
@@ -399,14 +399,14 @@ AS_WRITTEN = ("datasets", "columns", "env")
 """Options with names and paths. Texts in them are never numbers, yes or no."""
 
 
-def read_recipe(file: str | os.PathLike, loader: type[yaml.SafeLoader] = Values) -> dict[str, Any]:
+def read_recipe(file: Path, loader: type[yaml.SafeLoader] = Values) -> dict[str, Any]:
     """Reads the options that a recipe sets, with numbers and booleans where they look like such.
 
     Raises:
         ValueError: The file is not YAML, or not a mapping.
     """
     try:
-        content = yaml.load(Path(file).read_text(encoding="utf-8"), loader)
+        content = yaml.load(file.read_text(encoding="utf-8"), loader)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
@@ -414,7 +414,7 @@ def read_recipe(file: str | os.PathLike, loader: type[yaml.SafeLoader] = Values)
     return content
 
 
-def read_options(file: str | os.PathLike) -> dict[str, Any]:
+def read_options(file: Path) -> dict[str, Any]:
     """Reads the options that a recipe sets, as texts like on the command line.
 
     The option's type decides what a scalar or a list of scalars means: `no` may be a strategy, a

@@ -52,14 +52,13 @@ class DataCheck:
         if report.bad and not self.would_stop:
             bad_rows += " (training skips them by default)"
         table.add_row("that cannot be trained on", bad_rows)
-        most_rows_first = Counter(report.forms).most_common()
-        for form, count in most_rows_first:
+        for form, count in Counter(report.forms).most_common():
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
         lengths = "none"
         if report.valid and self.has_lengths:
-            shortest_to_longest = f"{report.shortest:,} to {report.longest:,} tokens"
-            lengths = f"{shortest_to_longest}, median {report.median:,.0f}"
+            lengths = f"{report.shortest:,} to {report.longest:,} tokens"
+            lengths += f", median {report.median:,.0f}"
         elif report.valid:
             lengths = "give a checkpoint with --model to count tokens"
         table.add_row("lengths", lengths)

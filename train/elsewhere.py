@@ -102,7 +102,7 @@ THEIRS = {
 After a colon comes a remark. Without an option here, it says what replaces it.
 """
 
-ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {}
+ELSEWHERE = {}
 """Each name in another tool, the options here, and the remark."""
 
 for names, answer in THEIRS.items():

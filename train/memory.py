@@ -117,8 +117,7 @@ def largest_batch(
         filling["labels"] = filling["input_ids"]
         if "position_ids" in batch:
             filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
-        longer = {name: torch.cat([batch[name], tokens], 1) for name, tokens in filling.items()}
-        return batch | longer
+        return batch | {name: torch.cat([batch[name], filling[name]], 1) for name in filling}
     lengths = rows.with_format(None)["length"][:]
     if args.packing:
         passes: Any = train_sampler(args, rows)
@@ -378,7 +377,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns indices with positions in place of masks, because their number is known."""
-    positions: list[Tensor | None] = []
+    positions = []
     for index in indices:
         if index is None or index.dtype != torch.bool or isinstance(index, _Shape):
             positions.append(index)

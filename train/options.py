@@ -27,7 +27,7 @@ from .command import (
 )
 
 
-STAGES: dict[str, dict[str, Any]] = {
+STAGES = {
     "align": {
         "learning_rate": 1e-3,
         "vision_learning_rate": 0.0,
@@ -47,7 +47,7 @@ STAGES: dict[str, dict[str, Any]] = {
 WITH_ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
 """Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
-BOTH_STAGES: dict[str, Any] = {
+BOTH_STAGES = {
     "num_train_epochs": 1.0,
     "lr_scheduler_type": "cosine",
     "seed": 42,
@@ -290,9 +290,9 @@ def _refuse(message: str) -> NoReturn:
 def option_parser() -> TrlParser:
     """Returns the parser of all options, TRL's included. It knows more words than argparse."""
     dataclasses_of_options = [DataArguments, NormAlignConfig, ModelArguments]
-    type_hints: dict[str, Any] = {}
+    type_hints = {}
     for kind in dataclasses_of_options:
-        type_hints |= get_type_hints(kind)
+        type_hints.update(get_type_hints(kind))
     parser = TrlParser(dataclasses_of_options, usage=USAGE, allow_abbrev=False)
     parsers = {bool: truth, int: whole_number, float: number}
     for action in parser._actions:
@@ -302,13 +302,11 @@ def option_parser() -> TrlParser:
         types = {hint, *get_args(hint)}
         types.update(*map(get_args, types))  # those in lists
         fitting = [parsers[kind] for kind in parsers if kind in types]
-        if action.dest == "fsdp":  # a boolean, and before transformers 5 a text
-            action.type = partial(_parse_word, TRUTH, str)
-        elif "no" in (action.choices or ()):
+        if "no" in (action.choices or ()):
             action.type = partial(_parse_word, NO, action.type)
         elif any(kind is dict or get_origin(kind) is dict for kind in types):
             action.type = partial(_parse_word, dict.fromkeys(OFF), str)
-        elif {str, bool} <= types:
+        elif {str, bool} <= types or action.dest == "fsdp":  # a text that may be a boolean
             action.type = partial(_parse_word, TRUTH, str)
         elif str not in types and len(fitting) == 1:
             action.type = fitting[0]

@@ -3,7 +3,7 @@
 
 import copy
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -26,11 +26,12 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import SKIPPED_ROWS, ConversationCollator, SkippedRows
 from .command import NO_MODEL
+from .modules.adapter import check_quantized, language_adapter
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
 from .samplers import passes_in_step, rows_in_step
-from .settings import Precision, RunConfig, best_metric, check_fsdp, complete
+from .settings import Precision, RunConfig, best_metric, check_fsdp, complete, values_of
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -204,15 +205,17 @@ def given_options(
         return args
     if not isinstance(args, TrainingArguments):
         raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
-    known = [field.name for field in fields(NormAlignConfig) if field.init]
-    options = {option: getattr(args, option) for option in known if hasattr(args, option)}
+    known = NormAlignConfig.__dataclass_fields__
+    options = {option: value for option, value in values_of(args).items() if option in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
         problem = "assistant_only_loss is False, but the loss is on the assistant's turns"
         logger.warning(f"{problem}. Set it to True.")
-    options["assistant_only_loss"] = True
-    options["remove_unused_columns"] = False
-    options["sample_count"] = 0  # TRL's trainer answers nothing
+    options.update(
+        assistant_only_loss=True,
+        remove_unused_columns=False,
+        sample_count=0,  # TRL's trainer answers nothing
+    )
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**options)
@@ -243,15 +246,11 @@ def check_options(settings: RunConfig, model: Any) -> None:
         raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
     if settings.process_index != 0:
         return
-    if settings.push_to_hub:
-        check_repository(settings)
     if not settings.dry_run:
         warn_if_slow("bfloat16" if settings.bf16 else None, settings.device.type)
         warn_if_slow(init_kwargs.get("dtype"), settings.device.type)
-
-
-def check_repository(settings: RunConfig) -> None:
-    """Raises ValueError or OSError unless this account can publish to the repository of a run."""
+    if not settings.push_to_hub:
+        return
     from ..hub_cards.card.metadata import check_replaceable
     from ..hub_cards.push.repository import check_files_of_others, find_repository, log_in
 
@@ -288,14 +287,10 @@ def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
         raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
     adapters = None
     if given.adapters is not None:
-        from .modules.adapter import language_adapter  # late: few runs have one
-
         rates = settings.learning_rates(use_peft=True)
         adapters = language_adapter(given.adapters, config, rates)
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
     if given.quantization is not None:
-        from .modules.adapter import check_quantized
-
         rate = settings.learning_rates(use_peft=False)["language"]
         check_quantized(config, given.quantization, rate, adapters)
 
@@ -443,13 +438,11 @@ def check_given(
         held_out = {}
         for data_name, held_out_rows in data.held_out.items():
             held_out[data_name], further_reports = checked_rows(
-                held_out_rows, data_name, collator, settings, "eval"
+                held_out_rows, data_name, collator, settings
             )
             reports += further_reports
     elif data.held_out is not None:
-        held_out, further_reports = checked_rows(
-            data.held_out, "eval_dataset", collator, settings, "eval"
-        )
+        held_out, further_reports = checked_rows(data.held_out, "eval_dataset", collator, settings)
         reports += further_reports
     return CheckedData(train, held_out, collator, DataReport(reports))
 
@@ -489,7 +482,7 @@ def checked_rows(
     name: str,
     collator: DataCollator,
     settings: RunConfig,
-    split: Literal["train", "eval"],
+    split: Literal["train", "eval"] = "eval",
     need_images: bool = False,
 ) -> tuple[Rows, list[SourceReport]]:
     """Returns rows for a [`ConversationCollator`], and their report.

@@ -17,7 +17,13 @@ from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..signals import Terminated
 from .command import next_command
-from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
+from .keeping.checkpoints import (
+    after_stop,
+    is_first_process,
+    only_run,
+    resolve_resume,
+    writing_result,
+)
 from .keeping.summary import gib, read_dropped
 from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig, parse
@@ -46,7 +52,7 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
             raise SystemExit(1)
         return None
     output = train(data, args, model)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         command = next_command(output, args.stage, model.use_peft)
         Console().print(f"Written to {output}.\nNext: {command}", soft_wrap=True)
     return output
@@ -85,8 +91,8 @@ def train(
         if args.push_to_hub:
             published = trainer.publish()
             if published:  # in the first process
-                commit = published.commit.oid
-                console.print(f"Published: {published.repository.url}, commit {commit}.")
+                repository = published.repository
+                console.print(f"Published: {repository.url}, commit {published.commit.oid}.")
         trainer.end()  # ends trackers, and the process group
     return output
 
@@ -105,7 +111,7 @@ def make_trainer(
     output = Path(args.output_dir)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     resume = resolve_resume(args.resume_from_checkpoint, output, processes)
-    if resume is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
+    if resume is None and is_first_process() and not args.dry_run:
         (output / DROPPED_ROWS).unlink(missing_ok=True)
     trainer = NormAlignTrainer(
         str(model.model_name_or_path),
@@ -128,8 +134,7 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
     """
 
     def make(further_words: Sequence[str] = ()) -> NormAlignTrainer:
-        parsed = parse([*words, *further_words], recipe)
-        return make_trainer(*parsed)[0]
+        return make_trainer(*parse([*words, *further_words], recipe))[0]
 
     trainer = make()
     estimate = trainer.estimate_memory()

@@ -39,8 +39,9 @@ def train_sampler(args: RunConfig, rows: Dataset) -> Sampler | None:
 
 def rows_in_step(args: RunConfig) -> int:
     """Returns the rows of an optimizer step, over all processes."""
-    passes = args.gradient_accumulation_steps * args.world_size
-    return args.global_batch_size or args.train_batch_size * passes
+    if args.global_batch_size:
+        return args.global_batch_size
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def passes_in_step(args: RunConfig, rows: Dataset) -> int:

@@ -16,7 +16,7 @@ from trl import SFTConfig
 from ..checkpoint.precision import half_precision_pays
 from ..data.sources.arguments import cores
 from .command import OFF
-from .keeping.checkpoints import is_resumed, read_precision
+from .keeping.checkpoints import is_first_process, is_resumed, read_precision
 from .options import BOTH_STAGES, STAGES, WITHOUT_WARMUP, NormAlignConfig, name_list
 
 
@@ -97,7 +97,7 @@ class RunConfig(NormAlignConfig):
         return replace(self.given, **changes)
 
 
-def values_of(options: NormAlignConfig) -> dict[str, Any]:
+def values_of(options: TrainingArguments) -> dict[str, Any]:
     """Returns the options by name."""
     return {field.name: getattr(options, field.name) for field in fields(options) if field.init}
 
@@ -196,7 +196,7 @@ def choose_precision(given: NormAlignConfig, use_cpu: bool) -> Precision:
     if not use_cpu:
         measured = [half_precision_pays()]
     else:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             measured = [half_precision_pays(device="cpu")]
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             PartialState(cpu=True)  # opens the process group

@@ -59,7 +59,7 @@ from .memory import MemoryEstimate, estimate_memory
 from .modules.forward import eval_frozen, wrap_forward
 from .modules.load import LoadedModel, load, load_model
 from .modules.model import (
-    MODULES,
+    PLACES,
     base_model,
     freeze,
     frozen_modules,
@@ -79,19 +79,11 @@ from .prepare import (
     prepare,
     read_data,
 )
-from .samplers import passes_in_step, train_sampler
+from .samplers import passes_in_step, rows_in_step, train_sampler
 from .settings import best_metric, keep_float32
 
 
 logger = get_logger(__name__)  # logs in one process only
-
-
-def refuse_arguments(formatting_func: Callable | None, optimizers: tuple) -> None:
-    """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
-    if formatting_func is not None:
-        raise ValueError("formatting_func makes text without images. Give rows of messages.")
-    if optimizers != (None, None):
-        raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
 
 
 def options_for_trl(plan: Plan) -> dict[str, Any]:
@@ -165,7 +157,10 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        refuse_arguments(formatting_func, optimizers)
+        if formatting_func is not None:
+            raise ValueError("formatting_func makes text without images. Give rows of messages.")
+        if optimizers != (None, None):
+            raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
         plan = prepare(
             args,
             GivenModel(model, processing_class, quantization_config, peft_config),
@@ -196,7 +191,7 @@ class NormAlignTrainer(SFTTrainer):
         self._set_up_model()
         self._add_callbacks()
         # The rows that `facts` and `record` describe.
-        self._checked_train_rows: Any = self.train_dataset
+        self._checked_train_rows = self.train_dataset
         self._set_facts_and_record(plan.data.report)
 
     def _keep_and_fetch(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
@@ -292,8 +287,8 @@ class NormAlignTrainer(SFTTrainer):
 
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
-        is_ours = isinstance(self.data_collator, ConversationCollator)  # others' rows are unknown
-        if self.eval_dataset is not None and is_ours and args.sample_count != 0:
+        # The rows of another collator are unknown.
+        if self.eval_dataset is not None and isinstance(self.data_collator, ConversationCollator):
             from .callbacks.step_lines import sample_callback  # late: it imports what answers
 
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
@@ -317,13 +312,13 @@ class NormAlignTrainer(SFTTrainer):
             modules[parameter] = module_of(parameter_name)
             if parameter.requires_grad:
                 trained.add(modules[parameter])
-        first_module = next((module for module in MODULES if module in trained), "")
+        first_module = next((module for module in PLACES if module in trained), "")
         # The optimizer's own rate is the rate of its first group. min_lr is a share of it.
         first_rate = self.learning_rates.get(first_module, self.args.learning_rate)
         with replaced(self.args, learning_rate=first_rate):
             optimizer = super().create_optimizer(model)
-        groups: list[dict[str, Any]] = []
-        for group, module in product(optimizer.param_groups, MODULES):
+        groups = []
+        for group, module in product(optimizer.param_groups, PLACES):
             parameters = [value for value in group["params"] if modules[value] == module]
             if parameters:
                 groups.append(group | {"params": parameters, "lr": self.learning_rates[module]})
@@ -346,14 +341,13 @@ class NormAlignTrainer(SFTTrainer):
         return loader
 
     def _get_train_sampler(self, train_dataset=None):
-        rows = self.train_dataset
-        if train_dataset is not None:
-            rows = train_dataset
-        return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
+        if train_dataset is None:
+            train_dataset = self.train_dataset
+        return train_sampler(self.args, train_dataset) or super()._get_train_sampler(train_dataset)
 
     def get_total_train_batch_size(self, args) -> int:
         """Returns the rows of an optimizer step, over all processes."""
-        return args.global_batch_size or super().get_total_train_batch_size(args)
+        return rows_in_step(args)
 
     def get_train_dataloader(self) -> DataLoader:
         """Returns a data loader of rows in any form that the constructor takes.
@@ -380,7 +374,7 @@ class NormAlignTrainer(SFTTrainer):
 
         Raises ValueError or TypeError if the rows cannot be used.
         """
-        rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
+        rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args)
         return super().get_test_dataloader(rows)
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
@@ -391,7 +385,7 @@ class NormAlignTrainer(SFTTrainer):
     def summary(self) -> RunSummary:
         """Returns the tables that `normalign train` prints before its first step."""
         self._check_new_train_rows()
-        return RunSummary(self.record, self.facts, str(self.args.output_dir))
+        return RunSummary(self.record, self.facts, Path(self.args.output_dir))
 
     def check_resumed(self, checkpoint: Path) -> None:
         """Checks that this run can go on from a checkpoint, and takes over its seconds.
@@ -414,15 +408,23 @@ class NormAlignTrainer(SFTTrainer):
         if settings.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         self._check_new_train_rows()
-        self._check_precision(resume_from_checkpoint)
         is_new = not is_resumed(resume_from_checkpoint)
         output = Path(settings.output_dir)
         if not is_new:
             checkpoint = resolve_resume(resume_from_checkpoint, output, settings.world_size)
             if checkpoint is None:
                 raise ValueError(f"{output} holds no complete checkpoint to resume from.")
-            self.check_resumed(checkpoint)
             resume_from_checkpoint = str(checkpoint)
+            precision = read_precision(resume_from_checkpoint, settings.output_dir)
+            is_given = self.plan.settings.given.bf16 is not None
+            if not is_given and precision not in (None, (settings.bf16, settings.fp16)):
+                bf16, fp16 = precision
+                raise ValueError(
+                    f"The run to resume began with bf16={bf16} and fp16={fp16}, and this one has "
+                    f"bf16={settings.bf16} and fp16={settings.fp16}. Give NormAlignConfig "
+                    "resume_from_checkpoint too, or bf16 and fp16."
+                )
+            self.check_resumed(checkpoint)
         if settings.should_save:
             check_disk(output, self.facts["disk"]["total"])
         self._best = None
@@ -438,19 +440,6 @@ class NormAlignTrainer(SFTTrainer):
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
-    def _check_precision(self, resume: str | bool | None) -> None:
-        """Raises ValueError if a resumed run had another precision, and nobody chose this one."""
-        if not is_resumed(resume) or self.plan.settings.given.bf16 is not None:
-            return
-        precision = read_precision(resume, self.args.output_dir)
-        if precision not in (None, (self.args.bf16, self.args.fp16)):
-            bf16, fp16 = precision
-            raise ValueError(
-                f"The run to resume began with bf16={bf16} and fp16={fp16}, and this one has "
-                f"bf16={self.args.bf16} and fp16={self.args.fp16}. Give NormAlignConfig "
-                "resume_from_checkpoint too, or bf16 and fp16."
-            )
-
     # TRL's own count would start again when a run is resumed. The Trainer saves its state.
     _total_train_tokens = property(
         lambda self: self.state.num_input_tokens_seen,
@@ -458,10 +447,12 @@ class NormAlignTrainer(SFTTrainer):
     )
 
     def training_step(self, model, inputs, *args, **kwargs):
-        """Takes a step as the Trainer does. Errors say how large the pass was."""
+        """Takes a step, after showing the first batch. Errors say how large the pass was."""
         if self._will_show_batch and {"input_ids", "labels"} <= inputs.keys():
             self._will_show_batch = False
-            self._show_batch(inputs)
+            console = Console(quiet=not self.is_world_process_zero())
+            examples = batch_examples(inputs, self.processing_class)
+            console.print(marked(examples, console.is_terminal), soft_wrap=True)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         except RuntimeError as error:
@@ -469,13 +460,6 @@ class NormAlignTrainer(SFTTrainer):
                 rows, tokens = inputs["input_ids"].shape
                 error.add_note(f"a forward and backward pass of {rows:,} x {tokens:,} tokens")
             raise
-
-    def _show_batch(self, batch: dict[str, Any]) -> None:
-        """Prints the rows of a batch, in the first process."""
-        if self.is_world_process_zero():
-            console = Console()
-            examples = batch_examples(batch, self.processing_class)
-            console.print(marked(examples, console.is_terminal), soft_wrap=True)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Returns TRL's loss, with frozen modules in evaluation mode."""
@@ -764,12 +748,10 @@ class NormAlignTrainer(SFTTrainer):
 OURS = {
     "_add_callbacks",
     "_check_new_train_rows",
-    "_check_precision",
     "_count_evaluated",
     "_keep_and_fetch",
     "_set_facts_and_record",
     "_set_up_model",
-    "_show_batch",
     "_unquantized_model",
 }
 """Private methods that override none."""

@@ -286,6 +286,14 @@ def test_lines_of_this_step_and_later_ones_are_dropped(tmp_path):
     assert samples_path.read_text() == expected
 
 
+def test_a_step_without_answers_leaves_no_line(tmp_path):
+    samples_path = tmp_path / "samples.jsonl"
+    write_step(samples_path, 1, [])
+    assert samples_path.read_text() == ""
+    write_step(samples_path, 2, [{"answer": "a"}])
+    assert json.loads(samples_path.read_text()) == {"step": 2, "answer": "a"}
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [

@@ -280,17 +280,15 @@ class Measurements(TrainerCallback):
                 measurements[key] = (norm_sum / count).item()
         if self._known_steps:
             measurements["clip/share"] = int(self._clipped_steps) / self._known_steps
-        self._forget_clipping()
+        self._clipped_steps = 0
+        self._known_steps = 0
         return measurements
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = base_model(model)
-        self._forget_clipping()
-        state.compute_steps(args, state.max_steps)  # a resumed state has earlier options' steps
-
-    def _forget_clipping(self) -> None:
         self._clipped_steps = 0
         self._known_steps = 0
+        state.compute_steps(args, state.max_steps)  # a resumed state has earlier options' steps
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Registers the hooks that measure tokens, if the step will be logged."""
@@ -318,7 +316,7 @@ class Measurements(TrainerCallback):
             hook.remove()
         if not self._measuring or sharding() == "DeepSpeed":
             return
-        norms_of_parts: dict[str, list[Tensor]] = {}
+        norms_of_parts = {}
         for parameter_name, parameter in trained_parameters(model).items():
             if parameter.grad is None:
                 continue

@@ -60,7 +60,7 @@ class ProgressLines(TrainerCallback):
     def __init__(self):
         # Evaluation and `Trainer.log` may come before training.
         self._first_step = 0
-        self._started_at: float | None = None  # when the first step began
+        self._started_at = None  # when the first step began
         self._explained = False
 
     def on_train_begin(self, args, state, control, **kwargs):

@@ -49,9 +49,8 @@ def write_step(file: Path, step: int, entries: Sequence[dict[str, Any]]) -> None
                 lines.append(line)
     for step_entry in entries:
         lines.append(json.dumps({"step": step, **step_entry}, ensure_ascii=False))
-    content = "\n".join(lines) + "\n"
     with atomic_write(file) as partial:
-        partial.write_text(content, encoding="utf-8", errors="replace")
+        partial.write_text("\n".join([*lines, ""]), encoding="utf-8", errors="replace")
 
 
 class CosineProbe(TrainerCallback):
@@ -150,10 +149,9 @@ def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "Sam
                 "gather it. Use `normalign ask` on a checkpoint."
             )
         return None
-    rows = held_out
     if isinstance(held_out, dict):
-        rows = next(iter(held_out.values()))
-    return SampleCallback(rows, sample_count, args.sample_max_new_tokens)
+        held_out = next(iter(held_out.values()))
+    return SampleCallback(held_out, sample_count, args.sample_max_new_tokens)
 
 
 class Sample(NamedTuple):
@@ -218,11 +216,14 @@ class SampleCallback(TrainerCallback):
         entries = []
         for number, sample in enumerate(self.samples):
             with evaluating(model, args):
-                prompts = [sample.prompt]
-                [answer] = answers(unwrapped, processing_class, prompts, self.max_new_tokens)
+                [answer] = answers(
+                    unwrapped, processing_class, [sample.prompt], self.max_new_tokens
+                )
             question = text_of(sample.prompt[-1])
-            line = f"  {_short(question)}: {_short(answer)} (true: {_short(sample.truth)})"
-            console.print(line, soft_wrap=True)
+            console.print(
+                f"  {_short(question)}: {_short(answer)} (true: {_short(sample.truth)})",
+                soft_wrap=True,
+            )
             images = []
             for message in sample.prompt:
                 images += [part["image"] for part in message["content"] if part["type"] == "image"]

@@ -25,33 +25,37 @@ RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
 """A folder with one of these files holds a trained model."""
 
 
+def is_first_process() -> bool:
+    """Returns whether this process prints, and removes files, for all processes of a run."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_complete(checkpoint: Path) -> bool:
     """Returns whether a checkpoint is complete. The trainer's state is written last."""
     return isinstance(json_or_none(checkpoint / STATE), dict)
 
 
-def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
+def missing_from(checkpoint: Path, world_size: int) -> list[str]:
     """Returns what a checkpoint lacks. The Trainer would resume without it, and say nothing."""
-    folder = Path(checkpoint)
-    if not is_complete(folder):
+    if not is_complete(checkpoint):
         return [f"{STATE} (the last file that is written)"]
-    saved_names = {state_path.name for state_path in folder.glob("rng_state*.pth")}
+    saved_names = {state_path.name for state_path in checkpoint.glob("rng_state*.pth")}
     if not saved_names:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
     missing = []
-    if not (folder / "latest").exists():  # DeepSpeed's, with the states of all
+    if not (checkpoint / "latest").exists():  # DeepSpeed's, with the states of all
         # One process or DDP, FSDP in one file, FSDP in shards.
         optimizers = ("optimizer.pt", "optimizer.bin", "optimizer_0")
-        if not any((folder / name).exists() for name in optimizers):
+        if not any((checkpoint / name).exists() for name in optimizers):
             missing.append("the optimizer's state")
-        if not (folder / "scheduler.pt").exists():
+        if not (checkpoint / "scheduler.pt").exists():
             missing.append("scheduler.pt")
     needed = {f"rng_state_{rank}.pth" for rank in range(world_size)}
     if world_size == 1:
         needed = {"rng_state.pth"}
     if saved_names != needed:
         missing.append(f"random states of {world_size} process(es) (it has {len(saved_names)})")
-    for state_path in state_files(folder):
+    for state_path in state_files(checkpoint):
         if not is_zipfile(state_path):  # such a file lists its contents at its end
             missing.append(f"a whole {state_path.name} (it is damaged)")
     return missing
@@ -118,7 +122,7 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         OSError: The checkpoint cannot be written.
     """
     folder = Path(checkpoint)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         _remove(folder)
     try:
         yield
@@ -166,7 +170,7 @@ def writing_result(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
+def only_run(output_dir: Path) -> Iterator[None]:
     """Locks the folder of a run, as [`lock_folder`] does.
 
     All processes must call this together. The first one takes the lock.
@@ -223,7 +227,7 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
     unused = checkpoints_in(output)
     if newest:
         unused = unused[unused.index(newest) + 1 :]
-    console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    console = Console(stderr=True, soft_wrap=True, quiet=not is_first_process())
     for checkpoint in unused:
         if is_complete(checkpoint):
             missing = "; ".join(missing_from(checkpoint, world_size))

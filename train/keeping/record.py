@@ -32,22 +32,26 @@ if TYPE_CHECKING:  # both import this file
     from ..prepare import Plan
 
 
-LEFT_OUT = {
+_NEITHER_RECORDED_NOR_COMPARED = {
+    # Places, secrets, and what is derived or recorded under another key, as the machine is.
     "output_dir",
-    "logging_dir",
     "run_name",
     "resume_from_checkpoint",
     "hub_token",
     "do_eval",
-    "push_to_hub_token",
     "disable_tqdm",
     "logging_nan_inf_filter",
     "dataloader_pin_memory",
     "use_cpu",
     "learning_rate",
+    "activation_checkpointing",  # since transformers 5.24
+}
+
+LEFT_OUT = _NEITHER_RECORDED_NOR_COMPARED | {
+    "logging_dir",
+    "push_to_hub_token",
     "revision",
     # Since transformers 5.24.
-    "activation_checkpointing",
     "activation_checkpointing_kwargs",
     # Of `accelerator_config`: refused, or set here, or of no effect on rows and steps.
     "split_batches",
@@ -60,7 +64,7 @@ LEFT_OUT = {
     "peft_version",
     "runtime_config",
 }
-"""Options that are secret, about output, derived, or recorded under another key."""
+"""Options that are never recorded."""
 
 ALWAYS_RECORDED = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"}
 """Options that are recorded although they have their default: all that stages set."""
@@ -133,8 +137,7 @@ def data_record(report: DataReport) -> list[dict[str, Any]]:
     """Returns what was read of each source as JSON, with dropped rows by number."""
     sources = []
     for source in report.sources:
-        numbers = [row.row for row in source.dropped]
-        sources.append({**vars(source), "dropped": numbers})
+        sources.append({**vars(source), "dropped": [row.row for row in source.dropped]})
     return _plain(sources)
 
 
@@ -173,13 +176,13 @@ def _changed(options: Any, always: Container[str] = ()) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Returns a value as JSON. An object that JSON does not have becomes None."""
     if isinstance(value, set):
-        return sorted(_plain(list_entry) for list_entry in value)
+        return sorted(map(_plain, value))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        return {key: _plain(list_entry) for key, list_entry in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(list_entry) for list_entry in value]
+        return list(map(_plain, value))
     if isinstance(value, str):
         return _without_folders(value)
     if isinstance(value, int | float):
@@ -240,22 +243,18 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"devices": sorted(device_names), "count": len(devices), "machine": machine}
 
 
-FREE = {
+FREE = _NEITHER_RECORDED_NOR_COMPARED | {
     # How long the run is. Users extend it. The schedule follows from it.
     "max_steps",
     "num_train_epochs",
     # Where things are, and how they are called.
-    "output_dir",
-    "run_name",
     "project",
-    "resume_from_checkpoint",
     "local_rank",
     # Data are compared by their reports, models by their records, learning rates by module.
     "dataset_name",
     "image_folder",
     "model_name_or_path",
     "model_revision",
-    "learning_rate",
     "vision_learning_rate",
     "projector_learning_rate",
     "norm_learning_rate",
@@ -265,10 +264,8 @@ FREE = {
     "logging_steps",
     "logging_first_step",
     "log_on_each_node",
-    "logging_nan_inf_filter",
     "log_level",
     "log_level_replica",
-    "disable_tqdm",
     "report_to",
     "trackio_space_id",
     "trackio_bucket_id",
@@ -279,7 +276,6 @@ FREE = {
     "probe_rows",
     # Held-out rows. They train nothing.
     "do_train",
-    "do_eval",
     "eval_strategy",
     "eval_steps",
     "eval_delay",
@@ -306,28 +302,23 @@ FREE = {
     "save_on_each_node",
     "enable_jit_checkpoint",
     "push_to_hub",
-    "hub_token",
     "hub_private_repo",
     "hub_model_id",
     "hub_revision",
     # Who reads batches. The order of rows and the random states do not depend on it.
     "dataset_num_proc",
     "dataloader_num_workers",
-    "dataloader_pin_memory",
     "dataloader_persistent_workers",
     "dataloader_prefetch_factor",
     "dataloader_multiprocessing_context",
     # Time and memory. What is computed again has the same random states.
     "gradient_checkpointing",
-    "activation_checkpointing",
     "activation_offloading",
     "torch_empty_cache_steps",
     "ddp_timeout",
     "ddp_find_unused_parameters",
     "dry_run",
     "device_memory",
-    # The machine. The record names it.
-    "use_cpu",
     # What ended a run, and is changed so that it goes on.
     "bad_steps",
     "bad_rows",

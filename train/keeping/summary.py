@@ -2,7 +2,6 @@
 """The summary of a run. It is printed before the first step."""
 
 import io
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -91,14 +90,14 @@ class RunSummary(Printed):
 
     record: dict[str, Any]
     facts: dict[str, Any]
-    output_dir: str | os.PathLike
+    output_dir: Path
 
     def renderable(self) -> Group:
         """Returns the tables for `rich` and notebooks."""
         record = self.record
         facts = self.facts
         data_rows = []
-        notes: list[Text] = []
+        notes = []
         for source in facts["data"]:
             name = Path(source["source"]).name
             cells = [name, source["split"]]
@@ -120,14 +119,15 @@ class RunSummary(Printed):
         divided = f"= {batch['per_device']:,} per device x"
         if batch["packed"]:
             divided = "packed into"
-        processes = f"{batch['processes']:,} process(es)"
-        passes = f"{processes} x {batch['accumulation']:,} accumulation step(s)"
+        passes = (
+            f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
+        )
         precision = facts["autocast"] or "none"
         if facts["precision_because"]:
             precision += f" ({facts['precision_because']})"
         disk = facts["disk"]
         checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])}"
-        free_space = gib(stored.free_space(Path(self.output_dir)))
+        free_space = gib(stored.free_space(self.output_dir))
         run_in_words = {
             "Tokens per image": f"{facts['tokens_per_image']:,}",
             "Batch": f"{batch['rows']:,} rows {divided} {passes}",

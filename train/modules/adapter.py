@@ -259,8 +259,8 @@ def _idle_tokens(
         model.config.image_token_id
     }
     for module_name, indices in indices_by_module.items():
-        matched_paths = [path for path in paths if path.endswith(module_name)]
-        if matched_paths != [embeddings_path]:  # only they can be trained so
+        # Only the embeddings can be trained so.
+        if [path for path in paths if path.endswith(module_name)] != [embeddings_path]:
             yield module_name
         for index in indices:
             if index not in trainable_tokens:

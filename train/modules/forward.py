@@ -77,8 +77,10 @@ def watching_outputs(model: nn.Module, visit: Callable[[str, list], None]) -> It
     """Calls `visit` with the name and the floating-point outputs of every module, in order."""
 
     def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        visit(name, [tensor for tensor in tensors if tensor.is_floating_point()])
+        leaves = tree_leaves(output)
+        visit(
+            name, [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        )
 
     with ExitStack() as hooks:
         for name, module in base_model(model).named_modules():

@@ -61,7 +61,7 @@ def load(plan: "Plan") -> LoadedModel:
     opened = plan.model
     model = opened.model
     commit = None
-    weights_in: list[Path] = []
+    weights_in = []
     if opened.checkpoint is not None:
         model = load_model(
             opened.checkpoint,
@@ -112,9 +112,8 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
         )
     if config.projector_norm == "none":
         config.projector_norm = "layer_norm"
-    config.projector_gain_init = "text_norm"
-    config.gradient_compensation = "global"
-    config.update(ARMS[arm])
+    defaults = {"projector_gain_init": "text_norm", "gradient_compensation": "global"}
+    config.update(defaults | ARMS[arm])
     return config
 
 

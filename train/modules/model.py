@@ -13,20 +13,20 @@ from ...checkpoint.weights import module_of_tensor
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
-MODULES = ("language", "projector", "norm", "vision")
-"""Modules with their own learning rates. The Trainer logs the first one's that is trained."""
-
 PLACES = {
     "language": ["language_model", "lm_head"],
-    "vision": ["vision_tower"],
     "projector": ["multi_modal_projector"],
     "norm": ["multi_modal_projector.norm"],
+    "vision": ["vision_tower"],
 }
-"""Parts of the names of their parameters. The norm is within the projector."""
+"""Modules with their own learning rates, and parts of the names of their parameters.
+
+The norm is within the projector. The Trainer logs the rate of the first one that is trained.
+"""
 
 
 def module_of(parameter: str) -> str:
-    """Returns which of `MODULES` a parameter is in, by its name.
+    """Returns which of `PLACES` a parameter is in, by its name.
 
     Adapters and the head belong to the language model.
     """

@@ -83,9 +83,6 @@ def sharding() -> str:
 
 def sharding_stage() -> int:
     """Returns the stage of ZeRO that divides as much as this run does."""
-    accelerator_state = AcceleratorState()
-    if accelerator_state.distributed_type == DistributedType.DEEPSPEED:
-        return accelerator_state.deepspeed_plugin.zero_stage
-    if accelerator_state.distributed_type == DistributedType.FSDP:
-        return 3
-    return 0
+    if sharding() == "DeepSpeed":
+        return AcceleratorState().deepspeed_plugin.zero_stage
+    return 3 if sharding() == "FSDP" else 0

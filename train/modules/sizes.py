@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
@@ -34,7 +34,7 @@ MEMORY_PARTS = (PARAMETERS, ADAPTERS, COPIES, GRADIENTS, OPTIMIZER, BATCHES, ACT
 STATES = {"lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 1, "lars": 1, "ademamix": 3}
 """States of a parameter in bitsandbytes' optimizers, by a part of their names. Others have two."""
 
-OptimizerClass: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+OptimizerClass = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 def static_bytes(
@@ -51,7 +51,8 @@ def static_bytes(
         args: The options of the run.
         optimizer: A class and its arguments, in place of `args.optim`.
     """
-    bytes_by_part = dict.fromkeys((PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
+    factors = memory_factors(args)
+    bytes_by_part = dict.fromkeys(factors, 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         part = ADAPTERS if ".lora_" in tensor_name else PARAMETERS
@@ -62,7 +63,6 @@ def static_bytes(
         if sharding_stage() in (1, 2):
             bytes_by_part[OPTIMIZER] += 4 * parameter_count(parameter)
     bytes_by_part[OPTIMIZER] += optimizer_bytes(trained, args, optimizer, embeddings)
-    factors = memory_factors(args)
     return {part: int(size * factors[part]) for part, size in bytes_by_part.items()}
 
 
@@ -188,7 +188,7 @@ def disk_use(
             if has_adapters or sharding() == "DeepSpeed":
                 state_bytes += trained_bytes  # these states contain trained weights too
         checkpoint_bytes += state_bytes
-    strategy = args.save_strategy.value
+    strategy = args.save_strategy
     if strategy == "no":
         saves = 0
     elif strategy == "epoch":
