@@ -246,11 +246,15 @@ def check_options(settings: RunConfig, model: Any) -> None:
         raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
     if settings.process_index != 0:
         return
+    if settings.push_to_hub:
+        check_repository(settings)
     if not settings.dry_run:
         warn_if_slow("bfloat16" if settings.bf16 else None, settings.device.type)
         warn_if_slow(init_kwargs.get("dtype"), settings.device.type)
-    if not settings.push_to_hub:
-        return
+
+
+def check_repository(settings: RunConfig) -> None:
+    """Raises ValueError or OSError unless this account can publish to the repository of a run."""
     from ..hub_cards.card.metadata import check_replaceable
     from ..hub_cards.push.repository import check_files_of_others, find_repository, log_in
 

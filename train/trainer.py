@@ -86,6 +86,14 @@ from .settings import best_metric, keep_float32
 logger = get_logger(__name__)  # logs in one process only
 
 
+def refuse_arguments(formatting_func: Callable | None, optimizers: tuple) -> None:
+    """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
+    if formatting_func is not None:
+        raise ValueError("formatting_func makes text without images. Give rows of messages.")
+    if optimizers != (None, None):
+        raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
+
+
 def options_for_trl(plan: Plan) -> dict[str, Any]:
     """Returns the values of options that TRL's constructor sees in place of the plan's."""
     # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
@@ -157,10 +165,7 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        if formatting_func is not None:
-            raise ValueError("formatting_func makes text without images. Give rows of messages.")
-        if optimizers != (None, None):
-            raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
+        refuse_arguments(formatting_func, optimizers)
         plan = prepare(
             args,
             GivenModel(model, processing_class, quantization_config, peft_config),
