@@ -81,7 +81,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
     entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
     rng.shuffle(entries)
-    # What each image shows, as other questions than those of yes or no and their answers name it.
+    # The words with which open questions and their answers name what each image shows.
     words_by_image: dict[int, set[str]] = defaultdict(set)
     for question_text, answer, image_number in entries:
         if answer not in ("yes", "no"):
