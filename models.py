@@ -113,7 +113,7 @@ class ModelHandle:
         """
         dtype = torch_dtype(self.options.dtype)
         if not self.options.load_in_4bit:
-            return dtype_to_load(dtype, self.config, self.checkpoint.weight_bytes), None
+            return dtype_to_load(dtype, self.config, self.checkpoint.fetched_weight_bytes), None
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
         model = self.checkpoint.without_weights(self.model_class, self.config)
         quantization = four_bits(model, dtype)

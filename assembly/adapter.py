@@ -119,7 +119,7 @@ class Adapter:
 
         Raises ValueError if files are damaged, and OSError if the Hub cannot be reached.
         """
-        dtype = self.dtype or dtype_to_load("auto", self.config, self.base.weight_bytes)
+        dtype = self.dtype or dtype_to_load("auto", self.config, self.base.fetched_weight_bytes)
         model = self.base.load(
             dtype=dtype,
             device_map="auto" if torch.cuda.is_available() else None,

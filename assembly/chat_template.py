@@ -62,23 +62,25 @@ def multimodal_chat_template(
     preamble = _preamble(image_token)
     if template is None:
         template = preamble + _VICUNA
-        return template, _marks_hold(template, special_tokens)  # not without an end-of-turn token
-    fixed_date = with_fixed_date(template).removesuffix(template)
-    original = partial(_render, fixed_date + template, special_tokens)
-    text = _outcome(original, [_QUESTION])
-    if text.startswith("TemplateSyntaxError"):
-        raise ValueError(f"The chat template is not valid Jinja: {text} Correct or replace it.")
-    text = _outcome(original, _as_parts([_QUESTION], _IMAGE))
-    reads_images = text.count(image_token) == 1 and _QUESTION["content"] in text
-    beginning = fixed_date if reads_images else preamble + fixed_date
+        return template, _marks_hold(template, special_tokens)  # they need an end-of-turn token
+    date_prefix = with_fixed_date(template).removesuffix(template)  # empty without a date
+    original = partial(_render, date_prefix + template, special_tokens)
+    outcome = _outcome(original, [_QUESTION])  # a text, or the name and message of an error
+    if outcome.startswith("TemplateSyntaxError"):
+        raise ValueError(f"The chat template is not valid Jinja: {outcome} Correct or replace it.")
+    with_image = _outcome(original, _as_parts([_QUESTION], _IMAGE))
+    reads_images = with_image.count(image_token) == 1 and _QUESTION["content"] in with_image
+    beginning = date_prefix if reads_images else preamble + date_prefix
     for candidate in _candidates(template):
         marked = beginning + candidate
         render = partial(_render, marked, special_tokens)
-        if not _difference(render, original, reads_images) and _marks_hold(marked, special_tokens):
+        if not _changed_conversation(render, original, reads_images) and _marks_hold(
+            marked, special_tokens
+        ):
             return marked, True
     unmarked = beginning + template
     render = partial(_render, unmarked, special_tokens)
-    difference = _difference(render, original, reads_images)
+    difference = _changed_conversation(render, original, reads_images)
     if difference:
         raise ValueError(
             f"With the image preamble the chat template renders the conversation {difference!r} "
@@ -167,19 +169,21 @@ def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
     return with_parts
 
 
-def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
+def _changed_conversation(
+    render: Renderer, expected_render: Renderer, with_parts: bool
+) -> str | None:
     """Returns the name of the first text-only conversation that renders differently, or None.
 
-    With `lists`, conversations with lists of parts as content are compared too.
+    If `with_parts` is true, conversations with lists of parts as content are compared too.
     """
     for conversation_name, conversation in _CONVERSATIONS.items():
         message_forms = [conversation["messages"]]
-        if lists:
+        if with_parts:
             message_forms.append(_as_parts(conversation["messages"]))
         for messages in message_forms:
             for prompt in (False, True):
                 arguments = (messages, conversation.get("tools"), prompt)
-                if _outcome(render, *arguments) != _outcome(expect, *arguments):
+                if _outcome(render, *arguments) != _outcome(expected_render, *arguments):
                     return conversation_name
     return None
 

@@ -134,7 +134,7 @@ class Checkpoint:
         return preprocessor
 
     @cached_property
-    def weight_bytes(self) -> int:
+    def fetched_weight_bytes(self) -> int:
         """The bytes of its files of weights. They are fetched and checked once.
 
         Raises ValueError and OSError as [`fetch_checked_weights`] does.
@@ -162,22 +162,22 @@ class Checkpoint:
             ValueError: The files are damaged, or tensors are missing or of other shapes.
             OSError: The Hub cannot be reached.
         """
-        stored_bytes = self.weight_bytes  # reading this property checks the files
+        stored_bytes = self.fetched_weight_bytes  # it fetches and checks the files
         # Under ZeRO-3 nothing is compared, since it would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > 4 * stored_bytes + 2**24:  # at least 2 bits a weight, and a norm
+            if parameters > 4 * stored_bytes + 2**24:  # 2 bits a weight, and room for a norm
                 sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
                 raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {
             "config": config,
             "dtype": dtype,
             "output_loading_info": True,
-            "ignore_mismatched_sizes": True,  # transformers' error names none: checked below
+            "ignore_mismatched_sizes": True,  # its error names no tensor: checked below
             **self._read_at,
         }
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # a report would list what may be absent, or is not read
+        logging.set_verbosity_error()  # its report lists tensors that may be absent
         try:
             with refuse_unreadable(f"The model {self.name}"):
                 model, loading_info = cls.from_pretrained(self.name, **kwargs)

@@ -149,9 +149,9 @@ def measure_model_updates(
         model, ModelOptions(trust_remote_code=trust_remote_code), revision=revision
     )
     checkpoint = handle.checkpoint
-    n_text = embedding_statistics(checkpoint.name, top=0, revision=checkpoint.revision).n_text
+    statistics = embedding_statistics(checkpoint.name, top=0, revision=checkpoint.revision)
     if handle.processor:
         tokenizer = text_tokenizer(handle.processor.tokenizer)
     else:
         tokenizer = checkpoint.preprocessor(AutoTokenizer)
-    return measure_updates(handle.load().get_decoder(), tokenizer, n_text, PASSAGES)
+    return measure_updates(handle.load().get_decoder(), tokenizer, statistics.n_text, PASSAGES)

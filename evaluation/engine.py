@@ -183,7 +183,9 @@ def run_task(
         metrics=_metrics(raw, name),
         samples=sum(count["effective"] for count in sample_counts),
         total=sum(count["original"] for count in sample_counts),
-        protocol=_protocol(raw, config, through_chat_template, settings.get("quantization")),
+        protocol=_protocol_sentences(
+            raw, config, through_chat_template, settings.get("quantization")
+        ),
         date=datetime.now(UTC).date().isoformat(),
         versions=versions,
         weights=weights,
@@ -249,7 +251,7 @@ def _metrics(raw: dict, task: str) -> list[Metric]:
     return metrics
 
 
-def _protocol(
+def _protocol_sentences(
     raw: dict, config: dict, through_chat_template: bool, quantization: dict | None
 ) -> list[str]:
     """Returns sentences on how results were obtained.
@@ -268,7 +270,7 @@ def _protocol(
         path = Path(name)
         data_name_parts.append(path.name if path.exists() else name)
     output_type = config["output_type"]
-    own_data_rule = (config.get("metadata") or {}).get("rule")
+    rule_of_own_data = (config.get("metadata") or {}).get("rule")
     data_name = " ".join(data_name_parts)
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data_name}."]
     if output_type == "generate_until":
@@ -281,17 +283,17 @@ def _protocol(
     prompt_form = "through the chat template" if through_chat_template else "as plain text"
     example_count = config.get("num_fewshot") or 0
     sentences.append(f"Prompts are written {prompt_form}, after {example_count} examples.")
-    if own_data_rule:
-        sentences.append(own_data_rule)
+    if rule_of_own_data:
+        sentences.append(rule_of_own_data)
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
         sentences += [
-            "Blank image: the answer to a white image, for all questions so worded.",
+            "Blank image: the answer to a white image, given to all questions with these words.",
             "Commonest answer: the share of questions whose true answer it is.",
         ]
     samples = next(iter(raw["samples"].values()), None)
-    if samples and output_type != "loglikelihood_rolling" and not own_data_rule:
+    if samples and output_type != "loglikelihood_rolling" and not rule_of_own_data:
         first_prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(first_prompt, 600, placeholder=' ...')}")
     if quantization:

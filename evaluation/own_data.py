@@ -18,7 +18,7 @@ from ..data.rows.checks import (
     parse_rows,
 )
 from ..data.rows.forms import MARKER, ONE_OF_ANSWERS, ONE_OF_CAPTIONS
-from ..data.rows.images import decode_image, image_problem, short, stored_bytes
+from ..data.rows.images import decode_image, open_and_find_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
 from ..data.rows.questions import chosen_letter
 from ..data.rows.values import plain
@@ -77,7 +77,7 @@ def own_task(
     for number, row in enumerate(rows):
         first_document = documents[0] if documents else None
         try:
-            problem = image_problem(row["images"], opened.rules)
+            problem = open_and_find_problem(row["images"], opened.rules)
             if problem:
                 raise ValueError(problem[1])
             row_documents = _require_documents(row, number, first_document)

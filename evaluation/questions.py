@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import track
 
 from ..data.rows.forms import read_row_with_proposal
-from ..data.rows.images import SUFFIXES, decode_image, image_problem
+from ..data.rows.images import SUFFIXES, decode_image, open_and_find_problem
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from .answering import Message, make_turn, user_turn
@@ -195,7 +195,7 @@ def _require_question(name: str, stored_row: Any, opened: Source, system: str | 
     """Returns the question of a row. Raises ValueError if it has none, or an image that is bad."""
     row = read_row_with_proposal(stored_row)
     images = [opened.rules.image(image) for image in row.images]
-    problem = image_problem(images, opened.rules, decode=False)
+    problem = open_and_find_problem(images, opened.rules, decode=False)
     if problem:
         raise ValueError(problem[1])
     turns = []

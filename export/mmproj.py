@@ -167,13 +167,14 @@ def sample_features(checkpoint: Checkpoint, tower: dict[str, Tensor]) -> Tensor:
     pictures = [Image.new("RGB", (side, side), colour) for colour in ("black", "white", "red")]
     for grey in (ramp, ramp.T, stripes, stripes.T):
         pictures.append(Image.fromarray(grey.astype(np.uint8)).convert("RGB"))
-    numbers = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for noise_side in (side, 8):
-        noise = numbers.integers(0, 256, (noise_side, noise_side, 3), dtype=np.uint8)
+        noise = generator.integers(0, 256, (noise_side, noise_side, 3), dtype=np.uint8)
         pictures.append(Image.fromarray(noise).resize((side, side)))
     pixels = checkpoint.processor.image_processor(pictures, return_tensors="pt")
     config = checkpoint.config
     model = AutoModel.from_config(config.vision_config, dtype=torch.float32).eval()
+    # What the exported tower lacks comes after the layers whose features are read.
     values = {
         name: tower.get(name.removeprefix("vision_model."), value)
         for name, value in model.state_dict().items()

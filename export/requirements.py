@@ -108,10 +108,13 @@ def _visual_tokens_problem(config: PreTrainedConfig) -> str | None:
             "its norm is an RMSNorm, and llama.cpp's projector ends in a LayerNorm. Build one "
             "with a LayerNorm, `normalign build`'s default, and train that."
         )
-    text_scale, _ = embedding_scales(config.text_config)
+    text_only_scale, _ = embedding_scales(config.text_config)
     kind = config.text_config.model_type
-    if text_scale != 1.0 and not kind.startswith("gemma"):
-        return f"llama.cpp would scale visual tokens of {kind} by {text_scale:g}, as it does text."
+    if text_only_scale != 1.0 and not kind.startswith("gemma"):
+        return (
+            f"llama.cpp would scale visual tokens of {kind} by {text_only_scale:g}, as it does "
+            "text."
+        )
     return None
 
 

@@ -60,7 +60,7 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
             f"{checkpoint} is a {opened.model_type!r} model. The demo is for NormAlign-LLaVA only."
         )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
+    dtype = dtype_to_load("auto", opened.config, opened.fetched_weight_bytes)
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device_type).eval()
     path = Path(checkpoint)
     model_name = path.resolve().name if path.exists() else checkpoint

@@ -102,7 +102,7 @@ def launch(app: gr.Blocks, **options: Any) -> None:
 
 
 def answer(
-    model: Any, processor: Any, file: str | None, question: str, limit: int
+    model: Any, processor: Any, file: str | None, question: str, max_new_tokens: int
 ) -> Iterator[tuple]:
     """Yields the greedy answer as it grows, and at last with its heat maps.
 
@@ -113,7 +113,7 @@ def answer(
         processor: Its processor.
         file: The image.
         question: The question.
-        limit: The greatest number of tokens of the answer.
+        max_new_tokens: The greatest number of tokens of the answer.
 
     Yields:
         The answer so far, and None or the [`heatmaps`].
@@ -127,7 +127,7 @@ def answer(
     conversation = [user_turn(question, [open_image(file)])]
     try:
         inputs = model_inputs(processor, [conversation]).to(model.device, model.dtype)
-        stream = AnswerStream(model, processor, inputs, limit)
+        stream = AnswerStream(model, processor, inputs, max_new_tokens)
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from error
     answer_text = ""

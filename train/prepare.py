@@ -354,7 +354,7 @@ def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
     check_architecture(checkpoint.model_type, checkpoint.name)
     suffixes = {file.suffix for file in folder.glob("*model*")}
     if not settings.dry_run or suffixes & {".safetensors", *PICKLES}:
-        checkpoint.weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
+        checkpoint.fetched_weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
     return checkpoint
 
 

@@ -584,7 +584,10 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir` after training. Arguments of TRL's card are ignored."""
+        """Writes our card into `output_dir`, unless training is under way.
+
+        Arguments of TRL's card are ignored.
+        """
         if self.is_world_process_zero() and not self.is_in_train:
             from ..hub_cards.card.write import write_card
 

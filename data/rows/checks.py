@@ -21,7 +21,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 from ...assembly.chat_template import without_preamble
 from ...console import Console, escaped, printable
 from .forms import PROMPT, image_name, is_row_metadata, looks_like, unread_image
-from .images import ImageRules, PlainFiles, Problem, image_problem
+from .images import ImageRules, PlainFiles, Problem, open_and_find_problem
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Row
 
@@ -294,7 +294,7 @@ def image_problems(rows: Dataset, name: str, rules: ImageRules) -> dict[int, Pro
     def find_problems(numbers: range) -> list[tuple[int, Problem]]:
         row_problems = []
         for row_number, row_images in enumerate(rows[numbers]["images"], numbers.start):
-            row_problem = image_problem(row_images, rules)
+            row_problem = open_and_find_problem(row_images, rules)
             if row_problem:
                 row_problems.append((row_number, row_problem))
         return row_problems
@@ -337,7 +337,7 @@ def unopened_image_problems(paths: Sequence[list[str]], rules: ImageRules) -> di
         other_paths = plain_files.missing(list(chain.from_iterable(paths_by_row)))
         for row_number, row_paths in enumerate(paths_by_row, numbers.start):
             images = [{"path": path, "bytes": None} for path in row_paths if path in other_paths]
-            row_problem = image_problem(images, rules, decode=False)
+            row_problem = open_and_find_problem(images, rules, decode=False)
             if row_problem:
                 problems.append((row_number, row_problem))
     return dict(gather_object(problems))

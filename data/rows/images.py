@@ -258,7 +258,7 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     return image.convert("RGB")
 
 
-def image_problem(
+def open_and_find_problem(
     images: list[StoredImage], rules: ImageRules, decode: bool = True
 ) -> Problem | None:
     """Returns the problem of the first bad image, or None.

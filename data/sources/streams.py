@@ -21,7 +21,7 @@ from ..rows.checks import (
     warn_once,
 )
 from ..rows.forms import looks_like
-from ..rows.images import Problem, image_problem
+from ..rows.images import Problem, open_and_find_problem
 from ..rows.parse import FEATURES, DroppedRow, ParsedRow
 from .source import Source
 
@@ -153,7 +153,7 @@ def _checked_rows(source: Source, checks: Checks, first: int | None = None) -> I
         dropped = checks.too_long(row)
         problem: Problem | None = (row["file"], row["reason"])
         if row["reason"] is None:
-            problem = image_problem(row["images"], source.rules, decode=first is not None)
+            problem = open_and_find_problem(row["images"], source.rules, decode=first is not None)
         if problem:
             dropped = DroppedRow(row["source"], row["row"], *problem)
             # If all may be bad, a list of them would grow for ever.

@@ -179,7 +179,7 @@ def _options(document: dict) -> dict[str, str]:
         if option_text not in (None, "", "nan"):
             options[letter] = option_text
     if not options:
-        # Questions of MMStar list them at their end. A missing one has no text.
+        # Questions of MMStar list them at their end. An option that is not listed has no text.
         options = dict.fromkeys("ABCD", "")
         after_title = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
         for letter, option_text in OPTION.findall(after_title.strip()):

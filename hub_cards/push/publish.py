@@ -272,13 +272,16 @@ def _render_and_choose(
 
 
 def _check_commit(
-    repository: Repository, commit: CommitInfo, logits: list[float], loading_options: dict[str, Any]
+    repository: Repository,
+    commit: CommitInfo,
+    folder_logits: list[float],
+    loading_options: dict[str, Any],
 ) -> None:
     """Raises OSError unless a commit loads, and answers with the logits of the folder."""
     repo_id = repository.repo_id
     try:
         commit_logits = ask_clean_process(repo_id, revision=commit.oid, **loading_options)
-        problem = difference(logits, commit_logits)
+        problem = difference(folder_logits, commit_logits)
     except (OSError, ValueError) as error:
         problem = str(error)
     if problem is not None:

@@ -759,7 +759,7 @@ def print_prompts_otherwise(messages, tools, prompt):
 
 
 def difference(first, second, lists=False):
-    return chat_template._difference(first, second, lists)
+    return chat_template._changed_conversation(first, second, lists)
 
 
 def test_conversations_are_compared_in_parts_if_that_is_asked():

@@ -524,7 +524,7 @@ def test_loading_sets_back_what_transformers_logs(opened, logs_of_info):
 
 def test_the_bytes_of_weights_are_the_files_sizes(opened):
     weight_files = Path(opened.name).glob("*.safetensors")
-    assert opened.weight_bytes == sum(file.stat().st_size for file in weight_files)
+    assert opened.fetched_weight_bytes == sum(file.stat().st_size for file in weight_files)
 
 
 def test_tokens_are_counted_like_the_features_of_the_model(opened):

@@ -17,7 +17,7 @@ from normalign_llava.data.rows.images import (
     SUFFIXES,
     ImageRules,
     decode_image,
-    image_problem,
+    open_and_find_problem,
 )
 
 
@@ -344,7 +344,7 @@ def test_listed_folders_allow_what_looking_at_each_file_allows(paths_of_rows):
     expected = {}
     for number, image_paths in enumerate(paths_of_rows.rows):
         images = [{"path": image_path, "bytes": None} for image_path in image_paths]
-        problem = image_problem(images, paths_of_rows.rules, decode=False)
+        problem = open_and_find_problem(images, paths_of_rows.rules, decode=False)
         if problem:
             expected[number] = problem
     refused = paths_of_rows.names_of(expected)
@@ -524,18 +524,18 @@ def test_the_first_image_that_is_bad_is_named(tmp_path):
     missing_image = rules.image("none.png")
     also_missing = rules.image("other.png")
 
-    image_path, reason = image_problem([good_image, missing_image, also_missing], rules)
+    image_path, reason = open_and_find_problem([good_image, missing_image, also_missing], rules)
     assert image_path == missing_image["path"]
     assert "none.png: there is no such image" in reason
-    assert image_problem([good_image], rules) is None
+    assert open_and_find_problem([good_image], rules) is None
 
 
 def test_an_image_inside_a_row_has_no_path_in_its_problem(tmp_path):
     rules = ImageRules(str(tmp_path))
     broken_image = inside(b"x")
-    image_path, _ = image_problem([broken_image, rules.image("none.png")], rules)
+    image_path, _ = open_and_find_problem([broken_image, rules.image("none.png")], rules)
     assert image_path is None
-    assert image_problem([broken_image], rules, decode=False) is None
+    assert open_and_find_problem([broken_image], rules, decode=False) is None
 
 
 def test_an_error_of_a_decoder_without_words_is_named_by_its_kind(monkeypatch):

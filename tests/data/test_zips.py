@@ -13,7 +13,7 @@ import pytest
 from train_data import image_bytes, llava, read, write_json
 
 from normalign_llava.data.rows import images
-from normalign_llava.data.rows.images import ImageRules, decode_image, image_problem
+from normalign_llava.data.rows.images import ImageRules, decode_image, open_and_find_problem
 from normalign_llava.diagnose.data import load_samples
 
 
@@ -79,7 +79,7 @@ def test_an_image_that_a_zip_file_lacks_stops_a_run(tmp_path, archive_path, proc
 
 
 def reason_of_problem(rules, name) -> str:
-    problem = image_problem([rules.image(name)], rules)
+    problem = open_and_find_problem([rules.image(name)], rules)
     assert problem is not None
     _, reason = problem
     return reason
@@ -99,8 +99,8 @@ def test_a_name_outside_of_the_zip_file_is_refused(archive_path, name, reason):
     image_rules = ImageRules(str(archive_path))
     with pytest.raises(ValueError, match=reason):
         image_rules.image(name)
-    assert image_problem([image_rules.image("blue.png")], image_rules) is None
-    assert image_problem([image_rules.image("sub/red.png")], image_rules) is None
+    assert open_and_find_problem([image_rules.image("blue.png")], image_rules) is None
+    assert open_and_find_problem([image_rules.image("sub/red.png")], image_rules) is None
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_name_outside_of_the_zip_file_is_refused(archive_path, name, reason):
 def test_a_name_of_no_image_is_a_bad_row(archive_path, name, reason):
     image_rules = ImageRules(str(archive_path))
     assert re.search(reason, reason_of_problem(image_rules, name))
-    assert image_problem([image_rules.image("blue.png")], image_rules) is None
-    assert image_problem([image_rules.image("sub/red.png")], image_rules) is None
+    assert open_and_find_problem([image_rules.image("blue.png")], image_rules) is None
+    assert open_and_find_problem([image_rules.image("sub/red.png")], image_rules) is None
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_a_name_of_no_image_is_a_bad_row(archive_path, name, reason):
 )
 def test_an_image_that_cannot_be_read_is_a_bad_row(archive_path, offset, value, reason):
     image_rules = ImageRules(str(archive_path))
-    assert image_problem([image_rules.image("blue.png")], image_rules) is None
+    assert open_and_find_problem([image_rules.image("blue.png")], image_rules) is None
     write_field(archive_path, "blue.png", offset, value)
     assert re.search(reason, reason_of_problem(image_rules, "blue.png"))
-    assert image_problem([image_rules.image("sub/red.png")], image_rules) is None
+    assert open_and_find_problem([image_rules.image("sub/red.png")], image_rules) is None
 
 
 def test_of_entries_with_one_name_the_last_is_read(tmp_path):
@@ -278,7 +278,7 @@ def test_names_in_a_zip_file_may_begin_with_dots_and_a_tilde(tmp_path, name):
     image_rules = ImageRules(str(archive_path))
     image = image_rules.image(name)
     assert image["path"] == f"zip://{name}::{archive_path}"
-    assert image_problem([image], image_rules) is None
+    assert open_and_find_problem([image], image_rules) is None
 
 
 def test_a_name_that_goes_up_leaves_a_zip_file(tmp_path):
@@ -301,14 +301,14 @@ def test_an_address_in_another_zip_file_leaves_this_one(archive_path):
 def test_an_address_inside_an_entry_is_not_the_entry(archive_path):
     image_rules = ImageRules(str(archive_path))
     image = image_rules.image({"path": "zip://x.png::blue.png", "bytes": None})
-    assert image_problem([image], image_rules) is not None
+    assert open_and_find_problem([image], image_rules) is not None
 
 
 def test_an_image_that_a_zip_file_lacks_is_found_without_opening_any(archive_path):
     image_rules = ImageRules(str(archive_path))
     present = image_rules.image("blue.png")
     missing = image_rules.image("none.png")
-    image_path, reason = image_problem([present, missing], image_rules, decode=False)
+    image_path, reason = open_and_find_problem([present, missing], image_rules, decode=False)
     assert image_path == missing["path"]
     assert "there is no such image in" in reason
 

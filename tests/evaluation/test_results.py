@@ -9,7 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from normalign_llava.evaluation import engine
-from normalign_llava.evaluation.engine import _metrics, _protocol, chosen_tasks, task_version
+from normalign_llava.evaluation.engine import (
+    _metrics,
+    _protocol_sentences,
+    chosen_tasks,
+    task_version,
+)
 from normalign_llava.evaluation.results import (
     Evaluation,
     Metric,
@@ -324,7 +329,7 @@ def protocol_of(with_chat=True, quantization=None, samples=None, **changes):
     }
     if samples is None:
         samples = {"mine": SAMPLES}
-    sentences = _protocol({"samples": samples}, config, with_chat, quantization)
+    sentences = _protocol_sentences({"samples": samples}, config, with_chat, quantization)
     return " ".join(sentences)
 
 

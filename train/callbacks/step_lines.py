@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...checkpoint.files import DYNAMICS, SAMPLES, atomic_write
 from ...console import Console
-from ...data.rows.images import ImageRules, image_problem
+from ...data.rows.images import ImageRules, open_and_find_problem
 from ...data.rows.parse import ParsedRow
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers, token_positions
@@ -185,7 +185,9 @@ class SampleCallback(TrainerCallback):
     def samples(self) -> list[Sample]:
         """The rows that are answered, each divided at its last answer."""
         rules = ImageRules()
-        readable_rows = (row for row in self.rows if image_problem(row["images"], rules) is None)
+        readable_rows = (
+            row for row in self.rows if open_and_find_problem(row["images"], rules) is None
+        )
         samples = []
         for row in islice(readable_rows, self.count):
             messages = row["messages"]
