@@ -24,7 +24,8 @@ from ..checkpoint.untrusted import check_files, json_object, refuse_unreadable
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .processing import ARM_FIELDS, normalize_tokenization
+from .arms import ARM_FIELDS, restarts_norm
+from .processing import normalize_tokenization
 
 
 LORA_SETTINGS = {
@@ -198,12 +199,11 @@ def open_adapter(
             dtype = quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it
     opened = _open_base(adapter, peft_config, base)
     config = opened.read_config(NormAlignLlavaConfig)
-    norm_before = (config.projector_norm, config.projector_gain_init)
+    stored_config = copy.deepcopy(config)
     for name, value in record.get("config_changes", {}).items():
         if name in ARM_FIELDS:
             setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, opened.name)
-    is_changed = norm_before != (config.projector_norm, config.projector_gain_init)
     processor = _load_processor(adapter, opened)
     normalize_tokenization(processor)
     return Adapter(
@@ -213,7 +213,7 @@ def open_adapter(
         config=config,
         quantization=quantization,
         dtype=dtype,
-        realigned=is_changed and config.projector_norm != "none",
+        realigned=restarts_norm(stored_config, config),
         processor=processor,
     )
 

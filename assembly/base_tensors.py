@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of an adapter's base as in training: read one at a time, quantized, dequantized."""
 
+import copy
 from typing import Any
 
 import torch
@@ -27,14 +28,13 @@ NORM = "model.multi_modal_projector.norm."
 class BaseTensors:
     """The base's tensors as training had them. Each is read from its file when asked for.
 
-    Two settings of the adapter's configuration are corrected, as loading the base does:
-    `tie_word_embeddings` if files have different embeddings and head, and `text_embedding_norm` if
-    the norm is aligned here.
-
     Args:
         adapter: An adapter that [`open_adapter`] opened.
 
     Attributes:
+        config: The adapter's configuration with two settings as loading the base corrects them:
+            `tie_word_embeddings` if files have different embeddings and head, and
+            `text_embedding_norm` if the norm starts anew, see [`restarts_norm`].
         dtype: The dtype that training loaded.
         quantized_layers: bitsandbytes' layers, on meta, by the names of the weights that they
             quantize.
@@ -45,10 +45,11 @@ class BaseTensors:
     """
 
     def __init__(self, adapter: Adapter):
-        model = on_meta(adapter.config)
+        self.config = copy.deepcopy(adapter.config)
+        model = on_meta(self.config)
         self._stored = _with_tied_names(_open_tensors(adapter.base, model), model)
         if _differ_though_tied(self._stored, model):
-            for config in (adapter.config, adapter.config.text_config):
+            for config in (self.config, self.config.text_config):
                 config.tie_word_embeddings = False
         self.quantized_layers = _quantized_layers(adapter)
         _check_shapes(adapter.base.name, self._stored, model)

@@ -39,6 +39,7 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..console import Printed
 from ..keywords import takes_fields
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .arms import ARMS, arm_of
 from .encoder import (
     TokenLayout,
     check_finite,
@@ -60,13 +61,7 @@ from .parts import (
     make_ends_special,
     set_chat_template,
 )
-from .processing import (
-    ARMS,
-    arm_of,
-    check_feature_layer,
-    normalize_tokenization,
-    read_feature_layer,
-)
+from .processing import check_feature_layer, normalize_tokenization, read_feature_layer
 
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -146,6 +147,7 @@ class MergedTensors:
     """
 
     def __init__(self, adapter: Adapter, base: BaseTensors, dtype: torch.dtype):
+        adapter = replace(adapter, config=base.config)
         remedy = "Use it with PEFT, or train one that PEFT can merge."
         with refuse_unreadable(f"The adapter {adapter.folder}", remedy=remedy):
             # PEFT tries on meta whether it can merge each layer.

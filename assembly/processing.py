@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's arms, the option `feature_layer`, and a processor's tokenizer that adds no tokens.
+"""The option `feature_layer`, and a processor's tokenizer that adds no tokens.
 
 It adds none, since `processor(text)` would have them, but training, TRL, vLLM and
 `tokenizer.apply_chat_template` would not. The chat template prints what the tokenizer put first.
@@ -17,31 +17,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlavaProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.prompts import fix_date
-from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
 
 
 logger = logging.getLogger(__name__)
-
-ARMS = {
-    "none": {"projector_norm": "none"},
-    "unit": {"projector_gain_init": "one", "gradient_compensation": "none"},
-    "aligned": {"gradient_compensation": "none"},
-    "gwc": {},
-}
-"""Arms as configuration: no norm, gain 1, aligned without compensation, and with it (default)."""
-
-ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
-"""The fields of the configuration that an arm sets."""
-
-
-def arm_of(config: NormAlignLlavaConfig) -> str:
-    """Returns the paper's arm that a configuration is."""
-    if config.projector_norm == "none":
-        return "none"
-    if config.projector_gain_init == "one" and config.gradient_compensation == "none":
-        return "unit"
-    return "gwc" if config.gradient_compensation == "global" else "aligned"
 
 
 def read_feature_layer(value: object) -> int | list[int]:

@@ -15,7 +15,8 @@ from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, Train
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
 
-from ..assembly.processing import arm_of, normalize_tokenization
+from ..assembly.arms import arm_of
+from ..assembly.processing import normalize_tokenization
 from ..checkpoint.files import PICKLES
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import warn_if_slow

@@ -36,7 +36,8 @@ from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.checks import FiniteCheck, Measurements, PackedAttentionCheck
+from .callbacks.checks import FiniteCheck, PackedAttentionCheck
+from .callbacks.measurements import Measurements
 from .callbacks.progress import LossCurve, show, show_lines
 from .collator import (
     ConversationCollator,
@@ -288,13 +289,13 @@ class NormAlignTrainer(SFTTrainer):
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
-            from .callbacks.step_lines import CosineProbe  # late: few runs have one
+            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
 
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
         # The rows of another collator are unknown.
         if self.eval_dataset is not None and isinstance(self.data_collator, ConversationCollator):
-            from .callbacks.step_lines import sample_callback  # late: it imports what answers
+            from .callbacks.samples import sample_callback  # late: it imports what answers
 
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
             samples = sample_callback(self.eval_dataset, args, is_sharded=is_sharded)

@@ -25,7 +25,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ... import __version__
 from ...checkpoint.files import CARD
-from .source import READ, WRITTEN, matches
+from .source import OWN_NAMES, READ, matches
 
 
 RECORD = "publication.json"  # in a repository: what this package wrote to it
@@ -48,7 +48,7 @@ class Repository:
         private: Whether it is private.
         files: The id of each file's content by path. It is the SHA-256 if it is in LFS, otherwise
             git's blob id.
-        written: The ids by path of what earlier publications wrote, according to their record.
+        recorded: The ids by path of what earlier publications wrote, according to their record.
         card: The text of its `README.md`, "" if there is none.
     """
 
@@ -59,12 +59,12 @@ class Repository:
     commit: str | None = None
     private: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    recorded: Mapping[str, Sequence[str]] = field(default_factory=dict)
     card: str = ""
 
     def is_as_published(self, path: str) -> bool:
         """Returns whether this package published a file, and nobody has changed it since."""
-        return self.files[path] in self.written.get(path, ())
+        return self.files[path] in self.recorded.get(path, ())
 
     @property
     def url(self) -> str:
@@ -160,7 +160,7 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
             commit=commit,
             private=bool(repo_info.private),
             files=file_ids,
-            written=written_ids,
+            recorded=written_ids,
             card=download(CARD).decode("utf-8-sig", "replace"),
         )
 
@@ -204,7 +204,7 @@ def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> 
     """Returns the files of an earlier publication that nobody changed and this one lacks."""
     unsent_paths = repository.files.keys() - content_ids(added).keys()
     ours = filter(repository.is_as_published, unsent_paths)
-    return sorted(repo_path for repo_path in ours if matches(repo_path, WRITTEN))
+    return sorted(repo_path for repo_path in ours if matches(repo_path, OWN_NAMES))
 
 
 def files_of_others(repository: Repository, added: Sequence[CommitOperationAdd] = ()) -> list[str]:

@@ -59,7 +59,7 @@ _MODEL_FILES = (
     "*.gguf",
     MODELFILE,
 )
-WRITTEN = {
+OWN_NAMES = {
     "": _MODEL_FILES,
     "chat_templates": ("*.jinja",),
     EVALUATION: (SUMMARY,),
@@ -69,8 +69,9 @@ WRITTEN = {
 }
 """Patterns of the files that this package and transformers write, by folder.
 
-A later publication removes such a file from the repository if it no longer has it. Only weights
-that would be loaded and figures that `report.json` names are sent."""
+A later publication that lacks such a file removes it from the repository, if an earlier one wrote
+it and nobody has changed it since. Only weights that would be loaded and figures that `report.json`
+names are sent."""
 READ = {
     "": (
         *_MODEL_FILES,
@@ -84,8 +85,8 @@ READ = {
     "custom_generate": ("*",),  # code that `generate` would run
 }
 """Patterns of the files that are read with the model, or could be taken for it."""
-SENT = WRITTEN | {"": (*_MODEL_FILES, CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
-"""Patterns of the files that are sent: `WRITTEN`, and what people write. That is never removed."""
+SENT = OWN_NAMES | {"": (*_MODEL_FILES, CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
+"""Patterns of the files that are sent: `OWN_NAMES`, and files by people, which stay there."""
 LARGEST_NOTICE = 2**20  # bytes
 
 
@@ -154,7 +155,7 @@ def choose_files(
 
 def _paths(folder: Path) -> dict[str, Path]:
     """Returns what is in a folder, and in its folders whose files may be sent, by relative path."""
-    opened = {*WRITTEN, "notices"}  # that has the folders in `NOTICES`
+    opened = {*OWN_NAMES, "notices"}  # that has the folders in `NOTICES`
     local_paths = {}
     for parent in filter(Path.is_dir, map(folder.joinpath, opened)):
         for local_path in parent.iterdir():
@@ -190,6 +191,6 @@ def read_notice(file: Path) -> bytes:
 
 
 def matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
-    """Returns whether a path in a repository fits [`WRITTEN`], [`READ`] or [`SENT`]."""
+    """Returns whether a path in a repository fits [`OWN_NAMES`], [`READ`] or [`SENT`]."""
     folder_name, _, file_name = path.rpartition("/")
     return any(fnmatchcase(file_name, pattern) for pattern in patterns.get(folder_name, ()))

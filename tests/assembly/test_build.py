@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from normalign_llava import NormAlignLlavaConfig
+from normalign_llava.assembly.arms import arm_of
 from normalign_llava.assembly.build import (
     ARMS,
     build_checkpoint,
@@ -42,7 +43,7 @@ from normalign_llava.assembly.parts import (
     generation_for_checkpoint,
     in_words,
 )
-from normalign_llava.assembly.processing import arm_of, check_feature_layer
+from normalign_llava.assembly.processing import check_feature_layer
 from normalign_llava.checkpoint.notices import fetch_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.precision import torch_dtype

@@ -612,8 +612,9 @@ def test_embeddings_and_head_of_a_base_are_two_if_its_files_have_them_apart(
 
     opened = open_adapter(shared_adapter, base=str(base_copy))
     base_tensors = BaseTensors(opened)
-    assert opened.config.tie_word_embeddings == (not is_other)
-    assert opened.config.text_config.tie_word_embeddings == (not is_other)
+    assert base_tensors.config.tie_word_embeddings == (not is_other)
+    assert base_tensors.config.text_config.tie_word_embeddings == (not is_other)
+    assert opened.config.tie_word_embeddings
     assert torch.equal(base_tensors["lm_head.weight"], head)
     assert torch.equal(base_tensors[EMBEDDINGS], embeddings)
 

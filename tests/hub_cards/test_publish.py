@@ -510,7 +510,7 @@ for name, branch in (
         "commit": repository.commit,
         "private": repository.private,
         "card": repository.card,
-        "written": repository.written,
+        "written": repository.recorded,
         "files": sorted(repository.files),
     })
 errors = []

@@ -207,7 +207,7 @@ ALL_NAMES = WRITTEN_AND_READ | ONLY_READ | ONLY_WRITTEN | OF_PEOPLE
 
 def test_what_is_written_beside_a_model():
     written_names = {
-        file_name for file_name in ALL_NAMES if source.matches(file_name, source.WRITTEN)
+        file_name for file_name in ALL_NAMES if source.matches(file_name, source.OWN_NAMES)
     }
     assert written_names == WRITTEN_AND_READ | ONLY_WRITTEN
 

@@ -88,7 +88,7 @@ def repository_with(changed_files, kind="model"):
         "ann/m",
         kind,
         files=file_hashes | git_hashes(changed_files),
-        written=record_of(PUBLISHED),
+        recorded=record_of(PUBLISHED),
     )
 
 
@@ -255,7 +255,7 @@ def space_with(changed_files=None):
         "ann/m-demo",
         "space",
         files=git_hashes(planned) | git_hashes(changed_files or {}),
-        written=record_of(planned),
+        recorded=record_of(planned),
     )
 
 
@@ -263,7 +263,7 @@ OUR_SPACE = space_with({"notes.md": b"theirs"})
 NEW_SPACE = replace(
     OUR_SPACE,
     files={"README.md": "theirs", ".gitattributes": "theirs"},
-    written={},
+    recorded={},
 )
 EMPTY_SPACE = replace(NEW_SPACE, files={})
 
@@ -287,7 +287,7 @@ def test_a_space_of_ours_or_an_empty_one_may_be_written(
 
 @pytest.mark.parametrize("replace_files", [False, True])
 def test_a_space_of_others_is_not_written(repositories, replace_files):
-    of_others = replace(space_with(), files={"app.py": "theirs"}, written={})
+    of_others = replace(space_with(), files={"app.py": "theirs"}, recorded={})
     repositories["ann/m-demo"] = of_others
     with pytest.raises(ValueError, match="ann/m-demo is not this package's"):
         require_own_space(HfApi(), "ann/m", replace_files)
@@ -705,7 +705,7 @@ def repository_of_others(publish_steps):
             "config.json": "c",
             "merges.txt": "d",
         },
-        "written": {"merges.txt": ["d"]},
+        "recorded": {"merges.txt": ["d"]},
     }
 
 

@@ -29,8 +29,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.train.callbacks import progress
-from normalign_llava.train.callbacks.checks import Measurements
-from normalign_llava.train.callbacks.step_lines import DYNAMICS, CosineProbe, layer_cosines
+from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, layer_cosines
+from normalign_llava.train.callbacks.measurements import Measurements
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.modules.model import base_model
 

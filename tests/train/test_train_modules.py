@@ -24,7 +24,7 @@ from torch.distributed import fsdp
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.processing import arm_of
+from normalign_llava.assembly.arms import arm_of
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules.adapter import check_quantized, language_adapter
 from normalign_llava.train.modules.forward import (

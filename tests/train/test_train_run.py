@@ -23,7 +23,7 @@ from paths import HELPERS
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.processing import arm_of
+from normalign_llava.assembly.arms import arm_of
 from normalign_llava.cli import app
 from normalign_llava.data.sources import streams, table
 from normalign_llava.train.options import parse

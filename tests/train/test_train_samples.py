@@ -13,7 +13,8 @@ from train_data import inside
 from transformers import TrainerState
 
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.train.callbacks.step_lines import _short, sample_callback, write_step
+from normalign_llava.train.callbacks.samples import _short, sample_callback
+from normalign_llava.train.callbacks.step_lines import write_step
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.options import NormAlignConfig
 

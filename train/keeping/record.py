@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from ... import __version__
-from ...assembly.processing import ARM_FIELDS, arm_of
+from ...assembly.arms import ARM_FIELDS, arm_of
 from ...checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
 from ...checkpoint.opening import read_record
 from ...data.rows.checks import DataReport

@@ -14,7 +14,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ...assembly.processing import ARMS, arm_of, check_feature_layer
+from ...assembly.arms import ARMS, arm_of, restarts_norm
+from ...assembly.processing import check_feature_layer
 from ...checkpoint import weights
 from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
@@ -161,10 +162,7 @@ def load_model(
         model = model_without_weights(cls, config, init_kwargs)
     else:
         model = checkpoint.load(cls, config=config, **init_kwargs)
-        # The norm is aligned if the arm adds it to the stored one or starts it at another gain.
-        stored_arm = arm_of(checkpoint.config)
-        arm = arm_of(config)
-        if arm not in (stored_arm, "none") and {stored_arm, arm} & {"none", "unit"}:
+        if restarts_norm(checkpoint.config, config):
             model.align_projector_norm()
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):
