@@ -27,7 +27,6 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import SKIPPED_ROWS, ConversationCollator, SkippedRows
 from .command import NO_MODEL
-from .modules.adapter import check_quantized, language_adapter
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
@@ -292,10 +291,14 @@ def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
         raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
     adapters = None
     if given.adapters is not None:
+        from .modules.adapter import language_adapter  # late: few runs have one
+
         rates = settings.learning_rates(use_peft=True)
         adapters = language_adapter(given.adapters, config, rates)
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
     if given.quantization is not None:
+        from .modules.adapter import check_quantized
+
         rate = settings.learning_rates(use_peft=False)["language"]
         check_quantized(config, given.quantization, rate, adapters)
 
