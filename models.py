@@ -6,6 +6,7 @@ Diagnosing, evaluating and asking open models here.
 
 import inspect
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class ModelHandle:
         """
         if self.adapter:
             return self.adapter.load().get_base_model()
-        dtype, quantization = self.fetch_precision()
+        dtype, quantization = self.fetched_precision
         model = self.checkpoint.load(
             self.model_class,
             dtype,
@@ -101,10 +102,12 @@ class ModelHandle:
         )
         return model.eval()
 
-    def fetch_precision(self) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
-        """Returns the dtype and quantization that `load` uses for a model that is not an adapter.
+    @cached_property
+    def fetched_precision(self) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
+        """The dtype and quantization that `load` uses for a model that is not an adapter.
 
-        Fetches weights from the Hub: [`dtype_to_load`] needs their size.
+        They are found once, since free memory changes. Weights are fetched from the Hub, because
+        [`dtype_to_load`] needs their size.
 
         Raises:
             ValueError: No dtype has the options' name, or the files cannot be read.

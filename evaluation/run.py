@@ -233,7 +233,7 @@ def _require_weights_and_settings(
         settings["base"] = base.revision or files_hash(Path(base.name), WEIGHT_FILES)
         settings["quantization"] = handle.adapter.quantization
         return weights, settings
-    dtype, quantization = handle.fetch_precision()
+    dtype, quantization = handle.fetched_precision
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings["load_in_4bit"] = options.load_in_4bit
     if quantization:

@@ -12,7 +12,7 @@ import vlm_processors
 from transformers import LlamaForCausalLM, LlavaProcessor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
+from normalign_llava import NormAlignLlavaForConditionalGeneration, models, probe
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.evaluation.engine import as_lm
@@ -37,6 +37,16 @@ def test_a_model_is_loaded_in_a_precision_but_for_its_norm(checkpoint):
     inner_model = resolve_model(str(checkpoint), ModelOptions(dtype="bfloat16")).load().model
     assert inner_model.language_model.dtype == torch.bfloat16
     assert inner_model.multi_modal_projector.norm.weight.dtype == torch.float32
+
+
+def test_a_model_is_loaded_in_the_precision_that_was_found_first(checkpoint, monkeypatch):
+    """Free memory may have changed since."""
+    dtypes = iter([torch.float32, torch.bfloat16])
+    monkeypatch.setattr(models, "dtype_to_load", lambda *arguments: next(dtypes))
+    handle = resolve_model(str(checkpoint))
+    dtype, _ = handle.fetched_precision
+    assert dtype == torch.float32
+    assert handle.load().dtype == torch.float32
 
 
 def test_an_unknown_precision_is_refused(checkpoint):

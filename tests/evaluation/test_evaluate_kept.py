@@ -199,7 +199,7 @@ def test_results_of_a_model_of_the_hub_are_written_where_the_command_is_run(
 ):
     handle = run_module.resolve_model(str(model_folder))
     checkpoint = replace(handle.checkpoint, name="bea/model", revision="c" * 40)
-    vars(checkpoint)["weight_bytes"] = 9
+    vars(checkpoint)["fetched_weight_bytes"] = 9
     hub_handle = replace(handle, name="bea/model", checkpoint=checkpoint)
     monkeypatch.setattr(run_module, "resolve_model", lambda *args, **options: hub_handle)
     monkeypatch.chdir(tmp_path)
