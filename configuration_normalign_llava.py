@@ -102,8 +102,9 @@ def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
     """
     root = config.hidden_size**0.5
     kind = config.model_type
-    scales_text = getattr(config, "scale_embedding", False)  # BioGPT, XGLM
-    if scales_text or kind.startswith(("gemma", "vaultgemma")):
+    if kind.startswith(("gemma", "vaultgemma")):
+        return root, 1.0
+    if getattr(config, "scale_embedding", False):  # BioGPT, XGLM
         return root, 1.0
     if kind == "falcon_h1":
         return float(config.embedding_multiplier), 1.0

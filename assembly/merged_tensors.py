@@ -87,6 +87,7 @@ class MergedLayer:
         self._layer = adapter.get_base_layer()
         values = {name: read(f"{path}.{name}").float() for name in self._layer.state_dict()}
         self._layer.load_state_dict(values, assign=True)
+        del values  # experts are large, and merging makes other tensors
         for name, buffer in self._layer.named_buffers():
             if buffer.is_meta:  # computed from the configuration, such as Gemma's scale
                 setattr(self._layer, name, torch.ones_like(buffer, device="cpu"))

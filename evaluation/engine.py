@@ -156,10 +156,7 @@ def run_task(
     Raises any error of the harness, and ValueError if a metric is not finite.
     """
     name = task if isinstance(task, str) else str(task.config.task)
-    parts = manager.load([task])["tasks"].values()
-    through_chat_template = isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template)
-    if any(part.get_config("output_type") != "generate_until" for part in parts):
-        through_chat_template = False
+    through_chat_template = _uses_chat_template(lm, task, manager)
     gc.freeze()  # the harness collects garbage after a batch, and must not visit all of a model
     try:
         raw = simple_evaluate(
@@ -197,6 +194,14 @@ def run_task(
     for task_name, samples in samples_by_task.items():
         tracker.save_results_samples(task_name, samples)
     return result
+
+
+def _uses_chat_template(lm: LM, task: str | Task, manager: TaskManager) -> bool:
+    """Returns whether all parts of a task generate answers, and the model has a chat template."""
+    for part in manager.load([task])["tasks"].values():
+        if part.get_config("output_type") != "generate_until":
+            return False
+    return isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template)
 
 
 def _metrics(raw: dict, task: str) -> list[Metric]:

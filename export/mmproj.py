@@ -79,6 +79,7 @@ def write_mmproj(checkpoint: Checkpoint, file: Path, name: str, dtype: torch.dty
                 tensor = tower[f"encoder.layers.{layer}.{part_name}.{kind}"]
                 tower_part[f"v.blk.{layer}.{gguf_name}.{kind}"] = tensor
     writer = gguf.GGUFWriter(file, "clip")
+    writer.add_type("mmproj")
     writer.add_name(name)
     writer.add_file_type(_FILE_TYPES[dtype])
     _add_settings(writer, checkpoint)
@@ -221,7 +222,6 @@ def _add_settings(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     vision = config.vision_config
     image_processor = checkpoint.processor.image_processor
     layers = feature_layers(config)
-    writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type("mlp")
     writer.add_vision_image_size(vision.image_size)

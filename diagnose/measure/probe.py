@@ -108,7 +108,7 @@ def probe(
         interface=interface_norms,
         depth=depth_probe.result(),
         left_out=left_out,
-        norm=getattr(config, "projector_norm", None),  # a field of this package's only
+        norm=config.projector_norm if config.model_type == "normalign_llava" else None,
     )
 
 

@@ -157,8 +157,8 @@ def _paths(folder: Path) -> dict[str, Path]:
     """Returns what is in a folder, and in its folders whose files may be sent, by relative path."""
     opened = {*OWN_NAMES, "notices"}  # that has the folders in `NOTICES`
     local_paths = {}
-    for parent in filter(Path.is_dir, map(folder.joinpath, opened)):
-        for local_path in parent.iterdir():
+    for parent in filter(Path.is_dir, map(folder.joinpath, sorted(opened))):
+        for local_path in sorted(parent.iterdir()):
             repo_path = local_path.relative_to(folder).as_posix()
             if not (local_path.is_dir() and repo_path in opened):
                 local_paths[repo_path] = local_path
