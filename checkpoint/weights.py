@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, stored_tensors
@@ -27,7 +26,18 @@ from .untrusted import fetch_files
 SHARD_BYTES = 5 * 10**9  # most bytes of one file, unless one tensor has more
 COMPARED_ROWS = 16  # of each tensor, before a file is linked in place of writing it
 
-_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # of safetensors
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @contextmanager

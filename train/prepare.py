@@ -31,7 +31,7 @@ from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .modules.sizes import OptimizerClass
 from .options import NormAlignConfig
 from .samplers import passes_in_step, rows_in_step
-from .settings import Precision, RunConfig, best_metric, check_fsdp, complete, values_of
+from .settings import Precision, RunConfig, best_metric, check_fsdp, complete
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -206,7 +206,7 @@ def given_options(
     if not isinstance(args, TrainingArguments):
         raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
     known = NormAlignConfig.__dataclass_fields__
-    options = {option: value for option, value in values_of(args).items() if option in known}
+    options = {option: value for option, value in vars(args).items() if option in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
         problem = "assistant_only_loss is False, but the loss is on the assistant's turns"

@@ -244,6 +244,8 @@ class NormAlignTrainer(SFTTrainer):
         new_rows = self.train_dataset
         if new_rows is self._checked_train_rows:
             return
+        if isinstance(new_rows, DataArguments):
+            raise TypeError("train_dataset is a DataArguments. Set a Dataset or a stream.")
         args = self.args
         given = GivenData(new_rows, collator=self.data_collator)
         checked = read_data(given, self.processing_class, args, self.learning_rates)
@@ -284,7 +286,9 @@ class NormAlignTrainer(SFTTrainer):
             self.add_callback(PackedAttentionCheck)
         if args.early_stopping_patience is not None:
             self.add_callback(
-                EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_threshold)
+                EarlyStoppingCallback(
+                    args.early_stopping_patience, args.early_stopping_threshold or 0.0
+                )
             )
         self.add_callback(LossCurve)
         show_lines(self)

@@ -4,6 +4,7 @@
 So a row is kept as its JSON text, and [`row_of_json`] parses it.
 """
 
+import codecs
 import csv
 import json
 import logging
@@ -187,7 +188,8 @@ def _json(file: str) -> Iterator[str]:
     Raises ValueError if it is none of them, or not valid.
     """
     try:
-        text = Path(file).read_text(_encoding(file))
+        content = Path(file).read_bytes()
+        text = content.decode(json.detect_encoding(content))
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not valid JSON: {error}. Save it as UTF-8.") from error
     try:
@@ -361,9 +363,10 @@ def _separator(lines: TextIO, usual_separator: str) -> str:
 
 
 def _encoding(file: str) -> str:
-    """Reads which UTF a file is in: often UTF-8, but UTF-16 in Excel's "Unicode Text"."""
+    """Reads which UTF a file of lines is in: UTF-16 with its mark, as in Excel, or UTF-8."""
     with open(file, "rb") as binary_file:
-        return json.detect_encoding(binary_file.read(4))
+        has_mark = binary_file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if has_mark else "utf-8-sig"
 
 
 # By the suffix of a file of rows.

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from normalign_llava.data.sources.files import open_files, row_of_json
+from normalign_llava.data.sources.files import READERS, open_files, row_of_json
 
 
 def read_file(data_path) -> list:
@@ -233,3 +233,10 @@ def test_headers_that_two_separators_divide_alike_are_read_as_the_suffix_says(
     data_path = tmp_path / file_name
     data_path.write_text(f"image{separator}{long_name}\na.png{separator}What?\n")
     assert read_file(data_path) == [{"image": "a.png", long_name: "What?"}]
+
+
+def test_a_line_of_zeros_is_one_bad_line(tmp_path):
+    """As a write that was cut off leaves it."""
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\0\0\0\n{"a": 1}\n{"a": 2}\n')
+    assert list(READERS[".jsonl"](str(file))) == ["\0\0\0", '{"a": 1}', '{"a": 2}']

@@ -100,6 +100,15 @@ def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, check
     assert opened.adapters.modules_to_save == ["multi_modal_projector"]
 
 
+def test_an_option_that_was_set_on_trls_options_counts(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), bf16=False)
+    args.stage = "align"
+    args.global_batch_size = 8
+    options = given_options(args, None)
+    assert options.stage == "align"
+    assert options.global_batch_size == 8
+
+
 def test_a_model_is_opened_in_float32_by_default(tmp_path, checkpoint):
     opened = open_model(GivenModel(str(checkpoint)), training.settings(tmp_path))
     assert opened.init_kwargs == {"dtype": "float32", "revision": None}

@@ -41,11 +41,8 @@ def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Ten
         input_ids = kwargs.get("input_ids")
         has_no_image = kwargs.get("pixel_values") is None
         if input_ids is not None and has_no_image and kwargs.get("use_cache") is False:
-            text = self.get_input_embeddings()(input_ids)
-            features = self.get_image_features(pixel_values=blank_image.to(text)).pooler_output[0]
-            nowhere = torch.zeros_like(text, dtype=torch.bool)  # so the gradients are zero
             kwargs["input_ids"] = None
-            kwargs["inputs_embeds"] = text.masked_scatter(nowhere, features.to(text))
+            kwargs["inputs_embeds"] = _beside_blank_image(self, input_ids, blank_image)
         output = forward_of_inner(self, *args, **kwargs)
         if answers is not None:
             output.last_hidden_state = output.last_hidden_state[:, :-1][answers][None]
@@ -53,6 +50,14 @@ def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Ten
 
     model.forward = MethodType(forward, model)
     inner.forward = MethodType(inner_forward, inner)
+
+
+def _beside_blank_image(inner: nn.Module, input_ids: Tensor, blank_image: Tensor) -> Tensor:
+    """Returns the embeddings of texts, after the vision tower has seen a blank image."""
+    text = inner.get_input_embeddings()(input_ids)
+    features = inner.get_image_features(pixel_values=blank_image.to(text)).pooler_output[0]
+    nowhere = torch.zeros_like(text, dtype=torch.bool)  # so its gradients are zero
+    return text.masked_scatter(nowhere, features.to(text))
 
 
 @torch.compiler.disable  # or graphs would be compiled again for every number of labels

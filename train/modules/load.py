@@ -105,16 +105,16 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
     stored_arm = arm_of(config)
     if arm in (None, stored_arm):
         return config
-    keeps_gain = {arm, stored_arm} == {"aligned", "gwc"}
-    if not keeps_gain and (Path(checkpoint.name) / TRAINING_RECORD).exists():
-        raise ValueError(
-            f"{checkpoint.name} was trained as arm {stored_arm!r}; arm {arm!r} would discard its "
-            "gain. Build another checkpoint."
-        )
     if config.projector_norm == "none":
         config.projector_norm = "layer_norm"
     defaults = {"projector_gain_init": "text_norm", "gradient_compensation": "global"}
     config.update(defaults | ARMS[arm])
+    discards_gain = arm == "none" or restarts_norm(checkpoint.config, config)
+    if discards_gain and (Path(checkpoint.name) / TRAINING_RECORD).exists():
+        raise ValueError(
+            f"{checkpoint.name} was trained as arm {stored_arm!r}; arm {arm!r} would discard its "
+            "gain. Build another checkpoint."
+        )
     return config
 
 
