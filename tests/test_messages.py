@@ -104,7 +104,9 @@ def test_commands_in_messages_have_the_options_that_they_name():
 @pytest.mark.parametrize("stage", [None, "build", "align", "tune"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_next_command_can_be_run(stage, adapters):
-    check(next_command("a model", stage, adapters=adapters))
+    command_line = next_command("a model", stage, adapters=adapters)
+    check(command_line)
+    assert "a model" in shlex.split(command_line)  # a folder with a space is one word
 
 
 def joined_lines(text) -> list[str]:

@@ -279,7 +279,8 @@ def test_training_runs_no_code_that_comes_with_a_checkpoint(refused, kind):
 
 @pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "build"])
 def test_no_command_runs_code_that_comes_with_a_checkpoint(refused, command):
-    refused(command, CODE["tokenizer"])
+    error = refused(command, CODE["tokenizer"])
+    assert "tokenizer_config.json" in in_one_line(error)
 
 
 @pytest.mark.parametrize(
